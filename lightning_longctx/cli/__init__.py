@@ -1,0 +1,5 @@
+"""The command line: ``lightning-longctx fit|validate|test|predict|recipes``."""
+
+from lightning_longctx.cli.main import COMMANDS, main
+
+__all__ = ["COMMANDS", "main"]

@@ -1,0 +1,57 @@
+"""What a bench writes for programs: one row a system, the same columns for every bench."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system on one case; the fields are the columns of every bench, in order. None is an empty cell."""
+
+    case: str
+    system: str
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: str
+    mask: str
+    layout: str
+    schedule: str
+    seconds_median: float
+    seconds_single: float
+    efficiency: float
+    bytes_sent_mean: float
+    bytes_sent_max: int
+    bytes_outer_max: int
+    peak_growth_bytes: int | None
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def efficiency(seconds: float, seconds_single: float, ranks: int, cores: int) -> float:
+    """Time of one process, shared evenly by the ranks, over the time that the ranks took together.
+
+    More ranks than cores take turns, so the best they can do is the time of one process over the number of cores.
+    """
+    return seconds_single / min(ranks, cores) / seconds
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows under a line of ``COLUMNS``, in place of what the file had."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(["" if value is None else value for value in astuple(row)] for row in rows)

@@ -1,0 +1,6 @@
+"""Losses as (sum, count): nothing is averaged before all ranks have been heard."""
+
+from lightning_longctx.loss.cross_entropy import token_cross_entropy
+from lightning_longctx.loss.token_mean import TokenMean
+
+__all__ = ["TokenMean", "token_cross_entropy"]

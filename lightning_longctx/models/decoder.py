@@ -1,0 +1,161 @@
+"""A Llama-style decoder (arXiv 2302.13971) that reads as its formula.
+
+Every module sees only this rank's tokens; positions come from ``position_ids`` and attention alone reaches beyond.
+Initialisation: normal with standard deviation 0.02; the two matrices of a block that write into the residual stream
+are scaled by ``1 / sqrt(2 * num_layers)`` (GPT-2), so that the stream's variance does not grow with depth; norms are 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_longctx.attention.attend import attend
+from lightning_longctx.models.config import DecoderConfig
+from lightning_longctx.models.layers import Embedding, Linear, RMSNorm
+from lightning_longctx.models.rope import rotary_angles, rotate
+from lightning_longctx.sequence.record import SequenceRecord
+
+INIT_STD = 0.02
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine of ``rotary_angles``."""
+
+
+def residual_std(config: DecoderConfig) -> float:
+    """Initial standard deviation of a matrix that writes into the residual stream."""
+    return INIT_STD / math.sqrt(2 * config.num_layers)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions and grouped key/value heads."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_size
+        self.query = Linear(config.width, config.num_heads * config.head_size, INIT_STD)
+        self.key = Linear(config.width, config.kv_heads * config.head_size, INIT_STD)
+        self.value = Linear(config.width, config.kv_heads * config.head_size, INIT_STD)
+        self.output = Linear(config.num_heads * config.head_size, config.width, residual_std(config))
+
+    def forward(self, states: Tensor, rotary: Rotary, sequence: SequenceRecord | None = None) -> Tensor:
+        """Let every token of ``states`` [B, T, width] attend to itself and all earlier ones of the whole sequence."""
+        query, key, value = (self.split_heads(project(states)) for project in (self.query, self.key, self.value))
+        found = attend(rotate(query, *rotary), rotate(key, *rotary), value, sequence=sequence)
+        return self.output(found.transpose(1, 2).flatten(2))
+
+    def split_heads(self, states: Tensor) -> Tensor:
+        """[B, T, H * D] to [B, H, T, D], for as many heads as there are."""
+        return states.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.width, config.mlp_size, INIT_STD)
+        self.up = Linear(config.width, config.mlp_size, INIT_STD)
+        self.down = Linear(config.mlp_size, config.width, residual_std(config))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Transform every token of ``states`` [B, T, width] by itself."""
+        return self.down(F.silu(self.gate(states)) * self.up(states))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on the normalised stream and added to it."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, states: Tensor, rotary: Rotary, sequence: SequenceRecord | None = None) -> Tensor:
+        """Carry ``states`` [B, T, width] through one layer."""
+        states = states + self.attention(self.attention_norm(states), rotary, sequence)
+        return states + self.mlp(self.mlp_norm(states))
+
+
+class Decoder(nn.Module):
+    """Token ids in, next-token logits out.
+
+    Args:
+        config: Shape of the model.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.width, INIT_STD)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        # A tied head is no parameter of its own: one shared between two modules comes apart in to_empty and sharding.
+        self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, INIT_STD)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, sequence: SequenceRecord | None = None
+    ) -> Tensor:
+        """Next-token logits of this rank's tokens.
+
+        Args:
+            input_ids: Token ids [B, T], int64.
+            position_ids: Global positions [B, T], int64. Without them the tokens are taken to be positions 0 to T - 1,
+                which only a rank that holds whole sequences may do.
+            sequence: The batch's ``sequence`` entry; none means that the T tokens are whole sequences.
+
+        Returns:
+            Logits [B, T, vocab_size].
+
+        Raises:
+            ValueError: ``position_ids`` are missing although the sequence is cut over ranks, or have another shape.
+        """
+        return self.logits(self.hidden(input_ids, position_ids, sequence))
+
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, sequence: SequenceRecord | None = None
+    ) -> Tensor:
+        """States [B, T, width] after the last norm, which ``logits`` turns into logits; arguments as in ``forward``."""
+        positions = _positions(input_ids, position_ids, sequence)
+        states = self.embedding(input_ids)
+        exact = torch.promote_types(states.dtype, torch.float32)
+        rotary = rotary_angles(positions, self.config.head_size, self.config.rope_base, exact)
+        for block in self.blocks:
+            states = block(states, rotary, sequence)
+        return self.norm(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [..., vocab_size] of final states [..., width]."""
+        return F.linear(states, self.embedding.weight) if self.head is None else self.head(states)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, a tied head counted once; whole tensors, also when they are sharded."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def reset_parameters(self) -> None:
+        """Initialise everything anew, in the order of construction."""
+        for module in self.modules():
+            if isinstance(module, Linear | Embedding | RMSNorm):
+                module.reset_parameters()
+
+
+def _positions(input_ids: Tensor, position_ids: Tensor | None, sequence: SequenceRecord | None) -> Tensor:
+    if position_ids is None:
+        if sequence is not None and sequence.num_ranks > 1:
+            raise ValueError(
+                f"position_ids=None, but the sequence is cut over {sequence.num_ranks} ranks, so this rank cannot "
+                "count its positions. Pass batch['position_ids'] to the model."
+            )
+        return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if position_ids.shape != input_ids.shape:
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} do not fit input_ids of shape "
+            f"{tuple(input_ids.shape)}. Pass one position per token: batch['position_ids']."
+        )
+    return position_ids

@@ -1,0 +1,13 @@
+"""Where every token lives: layouts and the record a batch carries."""
+
+from lightning_longctx.sequence.layout import (
+    LAYOUTS,
+    LayoutName,
+    Ranges,
+    layout_ranges,
+    padded_length,
+    padding_multiple,
+)
+from lightning_longctx.sequence.record import SequenceRecord
+
+__all__ = ["LAYOUTS", "LayoutName", "Ranges", "SequenceRecord", "layout_ranges", "padded_length", "padding_multiple"]

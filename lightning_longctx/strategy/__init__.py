@@ -1,0 +1,5 @@
+"""The Lightning seam: the strategy, what it does to loaders, parameters, gradients and checkpoints."""
+
+from lightning_longctx.strategy.strategy import LongContextStrategy
+
+__all__ = ["LongContextStrategy"]

@@ -1,0 +1,101 @@
+"""Numbers of ring attention between real processes that a wrong merge, mask or backward pass would spoil."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_longctx import Degrees, attend
+from lightning_longctx.attention import close_ring, open_ring
+from lightning_longctx.sequence import SequenceRecord
+from lightning_longctx.testing import attention_oracle, gather_shards, take_shard
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def ring(degrees: Degrees, layout: Any, fused: Tensor, grad: Tensor, scale: float, backend: str = "auto") -> Any:
+    """Out, dq, dk, dv of this rank; query, key and value are views into one tensor [B, S, 3 * H * D]."""
+    rank, length = dist.get_rank(), fused.shape[1]
+    name = open_ring(degrees, rank, timedelta(seconds=60))
+    record = SequenceRecord(length, layout, degrees.context, degrees.inner, rank, ring=name, backend=backend)
+    whole = take_shard(fused, record.ranges, 1).requires_grad_()
+    views = [part.unflatten(-1, grad.shape[1::2]).transpose(1, 2) for part in whole.chunk(3, dim=-1)]
+    assert record.num_local_tokens < 2 or not any(view.is_contiguous() for view in views)
+    out = attend(*views, sequence=record, scale=scale)
+    (dwhole,) = torch.autograd.grad(out, whole, take_shard(grad, record.ranges, 2))
+    close_ring(name)
+    return [out.detach(), *(part.unflatten(-1, grad.shape[1::2]).transpose(1, 2) for part in dwhole.chunk(3, dim=-1))]
+
+
+def joined(gloo: Any, degrees: Degrees, layout: Any, *arguments: Any) -> list[Tensor]:
+    results = gloo(degrees.context).run(ring, degrees, layout, *arguments)
+    shards = SequenceRecord(arguments[0].shape[1], layout, degrees.context, degrees.inner).shards
+    return [gather_shards([result[index] for result in results], shards, 2) for index in range(4)]
+
+
+def by_hand(fused: Tensor, grad: Tensor, scale: float) -> list[Tensor]:
+    parts = [part.unflatten(-1, grad.shape[1::2]).transpose(1, 2) for part in fused.double().chunk(3, dim=-1)]
+    leaves = [part.detach().requires_grad_() for part in parts]
+    out, _ = attention_oracle(*leaves, scale=scale)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("degrees", [Degrees(1, 3), Degrees(1, 4), Degrees(1, 4, 2)])
+def test_backward_between_processes(gloo: Any, degrees: Degrees, layout: str, backend: str) -> None:
+    """B43: non-contiguous views, scaled logits, a random gradient; float64 to 1e-10, every element."""
+    generator = torch.Generator().manual_seed(1)
+    for heads in (2, 12 // degrees.context):  # the second: as many heads as local tokens
+        fused = torch.randn(1, 12, 3 * heads * 8, generator=generator, dtype=torch.float64)
+        grad = torch.randn(1, heads, 12, 8, generator=generator, dtype=torch.float64)
+        found = joined(gloo, degrees, layout, fused, grad, 1.5, backend)
+        for name, actual, expected in zip(NAMES, found, by_hand(fused, grad, 1.5), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logit", [-20000.0, -65000.0])
+@pytest.mark.parametrize(("layout", "length"), [("contiguous", 2), ("contiguous", 4), ("zigzag", 8), ("striped", 8)])
+def test_no_mask_beats_a_low_logit(
+    gloo: Any, layout: str, length: int, logit: float, dtype: torch.dtype, backend: str
+) -> None:
+    """B41: every allowed key has the same very low logit and value 1; keys that come later would score 0, value 100."""
+    for last in range(length):
+        fused = torch.zeros(1, length, 3, dtype=dtype)
+        fused[:, last, 0] = logit  # the one query that is looked at
+        fused[:, : last + 1, 1] = 1.0
+        fused[:, :, 2] = 100.0
+        fused[:, : last + 1, 2] = 1.0
+        grad = torch.zeros(1, 1, length, 1, dtype=dtype)
+        grad[:, :, last] = 1.0
+        out, _, _, dvalue = joined(gloo, Degrees(1, 2), layout, fused, grad, 1.0, backend)
+        assert out[0, 0, last, 0] == 1.0
+        assert (dvalue[0, 0, last + 1 :] == 0).all(), "a masked key weighs exactly nothing"
+        equal = torch.full((last + 1,), 1 / (last + 1))
+        # Backward only has lse, which float32 rounds to 0.002 at 20000 and to 0.004 at 65000.
+        torch.testing.assert_close(dvalue[0, 0, : last + 1, 0].float(), equal, rtol=4e-3 + 2**-8, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_bfloat16_sums_are_kept_wide_between_processes(gloo: Any, backend: str) -> None:
+    """B42: over 4 processes the error is that of rounding the result once, for dk and dv that travel home too."""
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(1, 128, 3 * 2 * 16, generator=generator).to(torch.bfloat16)
+    grad = torch.randn(1, 2, 128, 16, generator=generator).to(torch.bfloat16)
+    expected = by_hand(fused, grad, 0.25)
+
+    def errors(degrees: Degrees) -> list[float]:
+        found = joined(gloo, degrees, "zigzag", fused, grad, 0.25, backend)
+        return [(a.double() - e).square().mean().sqrt().item() for a, e in zip(found, expected, strict=True)]
+
+    two, four = errors(Degrees(1, 2)), errors(Degrees(1, 4))
+    rounding = [(e.to(torch.bfloat16).double() - e).square().mean().sqrt().item() for e in expected]
+    assert four[0] <= 1.5 * rounding[0]
+    assert all(many <= 1.15 * few for many, few in zip(four, two, strict=True))

@@ -1,0 +1,81 @@
+"""One rank of a run from the command line fails: all end soon, with an error, and with its own words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cases.fails import MESSAGE
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc"),
+]
+ROOT = Path(__file__).parents[2]
+SECONDS = 60.0
+FIT = ["-m", "lightning_longctx", "fit", "--model", "tests.cases.fails.Fails", "--data", "tests.cases.fails.Data"]
+TRAINER = ["accelerator=cpu", "devices=2", "logger=false", "enable_checkpointing=false", "max_epochs=1"]
+STRATEGY = ["--trainer.strategy.init_args.degrees.context", "2"]
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that still run, DataLoader workers included."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of_session = entry.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue  # it has just ended
+        if int(of_session) == session and state != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+def run(folder: Path, *options: str) -> tuple[int, str]:
+    """Exit code and combined output of a run of two processes, of which none is left."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+        environment.pop(name, None)
+    command = [sys.executable, *FIT, *(f"--trainer.{option}" for option in TRAINER), *STRATEGY, *options]
+    begun = time.monotonic()
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = started.communicate(timeout=SECONDS)
+        while members(started.pid) and time.monotonic() < begun + SECONDS:
+            time.sleep(0.1)
+        assert not members(started.pid), output
+        return started.returncode, output
+    finally:
+        for process in members(started.pid):
+            os.kill(process, 9)
+
+
+@pytest.mark.parametrize("where", ["layers", "backward"])
+def test_an_error_of_the_second_rank_ends_all(tmp_path: Path, where: str) -> None:
+    """B54: the first rank waits for the keys of the second layer, or for its gradients."""
+    code, output = run(tmp_path, "--model.where", where)
+    assert code != 0
+    assert f"ValueError: {MESSAGE}" in output, output
+    assert "(on rank 1 of 2)" in output, output
+
+
+def test_an_error_in_a_collate_worker_of_the_second_rank_ends_all(tmp_path: Path) -> None:
+    """B54: the error crosses two processes before anybody can read it."""
+    code, output = run(tmp_path, "--data.collate", "true")
+    assert code != 0
+    assert f"ValueError: {MESSAGE}" in output and "failing_collate" in output, output
+    assert "(on rank 1 of 2)" in output, output
+
+
+def test_a_second_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
+    """B54: a rank without last words, as the kernel takes it when memory is short."""
+    code, output = run(tmp_path, "--model.where", "killed")
+    assert code != 0 and "Error: " in output, output

@@ -1,0 +1,48 @@
+"""Shapes of a decoder: defaults follow from each other, and what does not fit says what would."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from lightning_longctx.models import DecoderConfig
+
+
+def test_defaults_follow_from_width_and_heads() -> None:
+    config = DecoderConfig(width=96, num_heads=6)
+    assert (config.kv_heads, config.head_size, config.mlp_size) == (6, 16, 256)
+    config = DecoderConfig(width=96, num_heads=5, num_kv_heads=1, head_width=32, mlp_width=100)
+    assert (config.kv_heads, config.head_size, config.mlp_size) == (1, 32, 100)
+
+
+def test_mlp_width_of_a_large_model() -> None:
+    assert DecoderConfig(width=4096, num_heads=32).mlp_size == 10944  # 10922.67 rounded up to a multiple of 64
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        DecoderConfig().width = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 8, "num_kv_heads": 3}, r"num_kv_heads=3 does not divide num_heads=8.*1 or 2 or 4 or 8"),
+        ({"width": 100, "num_heads": 8}, "num_heads=8 does not divide width=100.*set head_width"),
+        ({"head_width": 15}, "head_width=15 is odd.*head_width=16"),
+        ({"width": 12, "num_heads": 4}, "head_width=3 is odd"),
+        ({"num_layers": 0}, "num_layers=0 must be a positive integer"),
+        ({"vocab_size": -1}, "vocab_size=-1"),
+        ({"width": 64.0}, "width=64.0 must be a positive integer"),
+        ({"num_heads": True}, "num_heads=True"),
+        ({"mlp_width": 0}, "mlp_width=0 must be a positive integer or null"),
+        ({"rope_base": 1.0}, "rope_base=1.0"),
+        ({"rope_base": float("nan")}, "rope_base=nan"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0"),
+    ],
+)
+def test_what_does_not_fit_names_the_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(**options)

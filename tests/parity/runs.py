@@ -1,0 +1,157 @@
+"""Small training runs, each a value; what every rank executes, and what it brings back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_longctx import CausalLM, Degrees, LongContextStrategy
+from lightning_longctx.callbacks.gradient_norm import gradient_norm, whole
+from lightning_longctx.models import Decoder, DecoderConfig
+
+DECODER = DecoderConfig(vocab_size=64, width=32, num_layers=2, num_heads=4, num_kv_heads=2)
+STEPS, LENGTH = 20, 512
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. Runs that differ only in ``degrees``, ``layout`` or ``sharding`` must give the same numbers."""
+
+    degrees: dict[str, Any] = field(default_factory=dict, hash=False)
+    layout: str = "zigzag"
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    plain: bool = False
+    sharding: str = "replicate"
+    clip: float | None = None
+    steps: int = STEPS
+    length: int = LENGTH
+    global_batch: int = 2
+
+
+@dataclass
+class Result:
+    """Per step the loss over all tokens and the norm of all gradients; the weights at the end, by name."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+class PlainLM(LightningModule):
+    """Inherits nothing from the package, calls PyTorch's attention, and returns the mean over its own labels."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(DECODER.vocab_size, DECODER.width)
+        self.positions = nn.Embedding(LENGTH, DECODER.width)
+        # No bias: softmax does not feel the keys', so its gradient is rounding, which AdamW turns into whole steps.
+        self.qkv = nn.ModuleList(nn.Linear(DECODER.width, 3 * DECODER.width, bias=False) for _ in range(2))
+        self.mlp = nn.ModuleList(nn.Linear(DECODER.width, DECODER.width) for _ in range(2))
+        self.head = nn.Linear(DECODER.width, DECODER.vocab_size)
+        self.make_optimizer = optimizer
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        states = self.embedding(batch["input_ids"]) + self.positions(batch["position_ids"])
+        for qkv, mlp in zip(self.qkv, self.mlp, strict=True):
+            normed = F.layer_norm(states, states.shape[-1:])
+            query, key, value = qkv(normed).unflatten(-1, (3, DECODER.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            states = states + F.gelu(mlp(found.transpose(1, 2).flatten(2)))
+        return self.head(states)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch).flatten(0, 1), batch["shift_labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+
+class Recorder(Callback):
+    """Loss of each optimizer step over all tokens of its window, and norm of all gradients before clipping."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.window = torch.zeros(2, dtype=torch.float64)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        # Lightning hands over the step's own loss: the mean over this rank's tokens (NaN where there are none).
+        count = (batch["shift_labels"] != -100).sum()
+        loss = outputs["loss"].detach().double() * trainer.accumulate_grad_batches
+        self.window += torch.stack([torch.where(count > 0, loss * count, 0.0), count.double()])
+        if trainer.fit_loop._should_accumulate():
+            return
+        total, tokens = trainer.strategy.sum_over_tokens(self.window).tolist()
+        self.losses.append(total / tokens)
+        self.window.zero_()
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        self.norms.append(float(gradient_norm(module.parameters())))
+
+
+def samples(run: Run) -> list[dict[str, Tensor]]:
+    """Random tokens; few labels count, most of them early in a sequence, so that some ranks have many and some none."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for index in range(run.steps * run.accumulate * run.global_batch):
+        tokens = torch.randint(DECODER.vocab_size, (run.length,), generator=generator)
+        labels = tokens.clone()
+        labels[torch.rand(run.length, generator=generator) > torch.linspace(0.9, 0.05, run.length)] = -100
+        if index % 3 == 0:
+            labels[run.length // 8 :] = -100
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+def optimizer(run: Run) -> Any:
+    if run.optimizer == "adamw":
+        return partial(torch.optim.AdamW, lr=1e-3)
+    return partial(torch.optim.SGD, lr=0.1)
+
+
+def train(run: Run) -> Result:
+    """Fit on this rank's part of the world."""
+    torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))  # replicas must agree whatever the seeds
+    degrees = Degrees(**run.degrees).resolve(dist.get_world_size())
+    module = PlainLM(optimizer(run)) if run.plain else CausalLM(DECODER, optimizer(run))
+    torch.manual_seed(1)
+    if isinstance(module, CausalLM):
+        module.decoder = Decoder(DECODER)
+    else:
+        for layer in module.modules():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+    recorder = Recorder()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=LongContextStrategy(degrees, layout=run.layout, sharding=run.sharding),
+        max_steps=run.steps,
+        accumulate_grad_batches=run.accumulate,
+        gradient_clip_val=run.clip,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(samples(run), batch_size=run.global_batch // degrees.data))
+    weights = {name: whole(weight.detach()).clone() for name, weight in module.named_parameters()}
+    return Result(recorder.losses, recorder.norms, weights)
+
+
+def train_all(runs: list[Run]) -> list[Result]:
+    """Several runs in one call; only rank 0's results travel back (the test of agreement is ``train``'s own)."""
+    results = [train(run) for run in runs]
+    return results if dist.get_rank() == 0 else []
