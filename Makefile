@@ -1,5 +1,5 @@
 # make            lists the targets
-# make test       PYTEST="-m 'not slow'" leaves the long tests out
+# make test       PYTEST="-m 'not slow and not exhaustive'" leaves the long tests out
 VENV ?= .venv
 PYTHON ?= python3
 PYTEST ?=

@@ -12,19 +12,33 @@ if TYPE_CHECKING:
     from lightning_longctx.attention import attend
     from lightning_longctx.data import TextDataModule
     from lightning_longctx.mixins import CausalLM, LongContextMixin
+    from lightning_longctx.plan import Communication, Mask
     from lightning_longctx.strategy import LongContextStrategy
-    from lightning_longctx.topology import Degrees
+    from lightning_longctx.topology import Degrees, Links
 
 __version__ = "0.1.0"
 
-__all__ = ["CausalLM", "Degrees", "LongContextMixin", "LongContextStrategy", "TextDataModule", "attend"]
+__all__ = [
+    "CausalLM",
+    "Communication",
+    "Degrees",
+    "Links",
+    "LongContextMixin",
+    "LongContextStrategy",
+    "Mask",
+    "TextDataModule",
+    "attend",
+]
 
 _ROOMS = {
     "attend": "attention",
     "CausalLM": "mixins",
+    "Communication": "plan",
     "Degrees": "topology",
+    "Links": "topology",
     "LongContextMixin": "mixins",
     "LongContextStrategy": "strategy",
+    "Mask": "plan",
     "TextDataModule": "data",
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from lightning.fabric.strategies.model_parallel import _FSDPNoSync, _is_sharded_checkpoint
@@ -13,6 +14,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import _native_multi_head_attention, _transformer_encoder_layer_fwd
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -43,8 +45,11 @@ __all__ = [
     "FUSED_ATTENTION",
     "METADATA_FILENAME",
     "SubprocessScriptLauncher",
+    "TorchDispatchMode",
+    "ContextParallelRing",
     "announced",
     "attached_trainer",
+    "context_parallel_ring",
     "collect_rng_states",
     "current_dataloader",
     "discard_unsynced_gradients",
@@ -68,6 +73,25 @@ __all__ = [
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     """One-dimensional mesh over several axes. Keep it: looking it up by name in the root mesh is deprecated."""
     return mesh[axes]._flatten(name)
+
+
+class ContextParallelRing(NamedTuple):
+    """What is behind ``torch.distributed.tensor.experimental.context_parallel``; takes the operation for a block."""
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+def context_parallel_ring(method: str, balanced: bool) -> ContextParallelRing:
+    """PyTorch's own ring attention, set to rotate by ``allgather`` or ``alltoall``, over zigzag shards or contiguous.
+
+    The settings are PyTorch's, of the whole process: ask again before every call.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as internals
+
+    internals.set_rotate_method(method)
+    internals._cp_options.enable_load_balance = balanced
+    return ContextParallelRing(internals._templated_ring_attention, internals._templated_ring_attention_backward)
 
 
 def attached_trainer(module: LightningModule) -> Trainer | None:

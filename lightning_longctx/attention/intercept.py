@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_longctx import _upstream
-from lightning_longctx.attention.attend import attend
+from lightning_longctx.attention.attend import attend_masked
+from lightning_longctx.plan.mask import Mask
 from lightning_longctx.sequence.record import SequenceRecord
 
 _SDPA = F.scaled_dot_product_attention
@@ -36,7 +37,7 @@ def intercepted(records: Sequence[SequenceRecord]) -> Iterator[None]:
     Args:
         records: The ``sequence`` entries of the step's batch. A call belongs to the one with as many local tokens.
     """
-    spread = [record for record in records if record.num_ranks > 1]
+    spread = [record for record in records if record.num_ranks * record.head > 1]
     if not spread:
         yield
         return
@@ -124,11 +125,13 @@ class _Attention:
             )
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise ValueError(f"{query.shape[1]} query heads and {key.shape[1]} key/value heads need enable_gqa=True.")
-        return attend(query, key, value, sequence=self._record(query.shape[2]), scale=scale)
+        # What the call says, as on one process: causal over whole rows. It knows nothing of packed documents.
+        mask = Mask(causal=True, isolate=False)
+        return attend_masked(query, key, value, mask, sequence=self._record(query.shape[2]), scale=scale)
 
     def _record(self, num_tokens: int) -> SequenceRecord:
         fitting = {record for record in self._records if record.num_local_tokens == num_tokens}
-        plans = {(record.length, record.layout) for record in fitting}
+        plans = {(record.length, record.layout, record.documents) for record in fitting}
         if len(plans) == 1:
             return next(iter(fitting))
         held = sorted({record.num_local_tokens for record in self._records})

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_longctx.attention import ring
-from lightning_longctx.attention.backends import Backend, choose_backend
+from lightning_longctx.attention.backends import choose_backend
+from lightning_longctx.attention.buffers import Buffers
 from lightning_longctx.attention.merge import wide_dtype
-from lightning_longctx.attention.transport import Transport, find_ring
-from lightning_longctx.plan.choose import AttentionPlan, plan_attention
+from lightning_longctx.attention.transport import find_ring
+from lightning_longctx.plan.choose import plan_attention
+from lightning_longctx.plan.communication import Communication
+from lightning_longctx.plan.mask import Mask
+from lightning_longctx.plan.shape import AttentionShape
 from lightning_longctx.sequence.record import SequenceRecord
 
 # No `from __future__ import annotations` here: the ops' schemas are read from the annotations.
@@ -19,25 +23,43 @@ from lightning_longctx.sequence.record import SequenceRecord
 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, code: Tensor, ring_name: str, backend: str, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of this rank's queries over all ranks' keys.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    code: Tensor,
+    ring_name: str,
+    backend: str,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    isolate: bool,
+    keep_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of this rank's queries over all ranks' keys.
 
     Args:
         query: [B, Hq, T, D].
         key: [B, Hkv, T, D].
         value: [B, Hkv, T, D].
+        sinks: [Hq] or None.
         code: ``SequenceRecord.encode()``, int64 on the CPU.
         ring_name: ``SequenceRecord.ring``.
         backend: ``SequenceRecord.backend``.
         scale: Factor on the scores.
+        causal: As in ``plan.Mask``.
+        window: As in ``plan.Mask``.
+        isolate: As in ``plan.Mask``.
+        keep_kv: ``Communication.keep_kv`` of the ring.
 
     Returns:
-        out [B, Hq, T, D] in the inputs' dtype; lse [B, Hq, T] in float32 (float64 for float64 inputs).
+        out [B, Hq, T, D] in the inputs' dtype; lse [B, Hq, T] in float32 (float64 for float64 inputs); keys and values
+        that were kept, as bytes.
     """
-    plan, transport, engine = _resolve(query, code, ring_name, backend)
+    engine = _engine(query, key, code, ring_name, backend, scale, Mask(causal, window, isolate))
     with torch.autocast(query.device.type, enabled=False):  # autocast would still be on here, but off in backward
-        return ring.run(ring.forward(plan, transport, engine, query, key, value, scale))
+        out, lse, kept = ring.run(ring.forward(engine, query, key, value, sinks))
+    return _as_promised(out), lse, kept
 
 
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
@@ -46,51 +68,88 @@ def ring_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
+    code: Tensor,
     out: Tensor,
     lse: Tensor,
-    code: Tensor,
+    kept: Tensor,
     ring_name: str,
     backend: str,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``ring_attention`` by query, key and value, contiguous, in the inputs' dtype."""
-    plan, transport, engine = _resolve(query, code, ring_name, backend)
+    causal: bool,
+    window: int | None,
+    isolate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``ring_attention`` by query, key, value and sinks (empty without), in the inputs' dtypes."""
+    engine = _engine(query, key, code, ring_name, backend, scale, Mask(causal, window, isolate))
     with torch.autocast(query.device.type, enabled=False):
-        return ring.run(ring.backward(plan, transport, engine, (query, key, value, out, lse), grad, scale))
+        grads = ring.run(ring.backward(engine, grad, (query, key, value, out, lse, kept), sinks))
+    dsinks = query.new_empty(0) if grads[3] is None else grads[3]
+    return _as_promised(grads[0]), _as_promised(grads[1]), _as_promised(grads[2]), dsinks
 
 
-def _resolve(
-    query: Tensor, code: Tensor, ring_name: str, backend: str
-) -> tuple[AttentionPlan, Transport | None, Backend]:
-    record = SequenceRecord.decode(code)
-    plan = plan_attention(record.length, record.layout, record.num_ranks, record.inner_ring, record.rank)
-    return plan, find_ring(ring_name), choose_backend(backend, query.device, query.dtype, query.shape[-1])
+def _engine(
+    query: Tensor, key: Tensor, code: Tensor, ring_name: str, backend: str, scale: float, mask: Mask
+) -> ring.Engine:
+    found = find_ring(ring_name)
+    communication = found.communication if found else Communication()
+    wire = getattr(torch, communication.dtype) if communication.dtype else None
+    shape = AttentionShape(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        width=query.shape[3],
+        item_size=(wire or key.dtype).itemsize,
+        gradient_size=(wire or wide_dtype(key.dtype)).itemsize,
+        batch=query.shape[0],
+    )
+    return ring.Engine(
+        plan=plan_attention(SequenceRecord.decode(code), mask, communication, shape),
+        backend=choose_backend(backend, query.device, query.dtype, query.shape[-1]),
+        scale=scale,
+        transport=found.transport if found else None,
+        buffers=found.buffers if found else Buffers(),
+        wire=wire,
+    )
 
 
 @ring_attention.register_fake
-def _(query, key, value, code, ring_name, backend, scale):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
+def _(query, key, value, sinks, code, ring_name, backend, scale, causal, window, isolate, keep_kv):
+    lse = query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
+    kept = key.new_empty(torch.library.get_ctx().new_dynamic_size() if keep_kv else 0, dtype=torch.uint8)
+    return _token_major(query), lse, kept
 
 
 @ring_attention_backward.register_fake
-def _(grad, query, key, value, out, lse, code, ring_name, backend, scale):
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(grad, query, key, value, sinks, code, out, lse, kept, ring_name, backend, scale, causal, window, isolate):
+    dsinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return _token_major(query), _token_major(key), _token_major(value), dsinks
+
+
+def _as_promised(tensor: Tensor) -> Tensor:
+    """Token-major in memory, as the fakes say: a result of a single tile has whatever strides the kernel gave it."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _token_major(like: Tensor) -> Tensor:
+    return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, code, *options = inputs
-    out, lse = output
-    ctx.save_for_backward(query, key, value, out, lse, code)
+    query, key, value, sinks, code, *options, _ = inputs
+    out, lse, kept = output
+    ctx.save_for_backward(query, key, value, sinks, code, out, lse, kept)
     ctx.options = options
-    ctx.mark_non_differentiable(lse)
+    ctx.mark_non_differentiable(lse, kept)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 7
-    grads = ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None, None, None
+        return (None,) * 12
+    saved = ctx.saved_tensors  # once: checkpointing refuses to unpack a tensor twice
+    grads = ring_attention_backward(grad, *saved, *ctx.options)
+    dsinks = None if saved[3] is None else grads[3]
+    return *grads[:3], dsinks, *(None,) * 8
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -6,21 +6,87 @@ loopback (``testing.loopback``) advances all ranks of a mesh together inside one
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Generator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_longctx.attention.backends.contract import Backend
-from lightning_longctx.attention.merge import RunningSoftmax
+from lightning_longctx.attention.buffers import Buffers
+from lightning_longctx.attention.merge import RunningSoftmax, add_sinks, sink_gradient, wide_dtype
+from lightning_longctx.attention.messages import kept_bytes, kept_memory
+from lightning_longctx.attention.spans import batched
 from lightning_longctx.attention.sums import TokenSum
 from lightning_longctx.attention.traffic import Block, Traffic
 from lightning_longctx.attention.transport import Transport
-from lightning_longctx.plan.choose import AttentionPlan
-from lightning_longctx.plan.schedules import Step
+from lightning_longctx.plan.attention import AttentionPlan
+from lightning_longctx.plan.cuts import halved
+from lightning_longctx.plan.stacks import Stack, stacked
+from lightning_longctx.plan.steps import Step
 from lightning_longctx.plan.tiles import Tile
 
 T = TypeVar("T")
+
+_STACKED_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What one rank needs to execute its plan.
+
+    Args:
+        plan: What to do.
+        backend: Computes a tile.
+        scale: Factor on the scores.
+        transport: How to reach the others; None for one rank.
+        buffers: Memory for what arrives.
+        wire: What is sent is rounded to this dtype; None sends keys as they are and gradients wide.
+    """
+
+    plan: AttentionPlan
+    backend: Backend
+    scale: float
+    transport: Transport | None = None
+    buffers: Buffers = field(default_factory=Buffers)
+    wire: torch.dtype | None = None
+
+    def traffic(self, key: Tensor, value: Tensor, kept: Tensor) -> Traffic:
+        """The messages of one pass."""
+        views = kept_memory(self.plan, key, self.wire or key.dtype, kept)
+        return Traffic(self.plan, self.transport, self.buffers, key, value, self.wire, views)
+
+    def stacks(self, step: Step, like: Tensor, *, backward: bool) -> tuple[Stack, ...]:
+        """Work of one step in tiles that the backend computes, those of one shape together."""
+        place = (like.device, like.dtype, like.shape[0], backward)
+        tiles = self.plan.tiles(step)
+        if step.share == "all":
+            return _cut(self.backend, tiles, *place)
+        stacks = _cut(self.backend, tiles, *place)
+        if len(stacks) == 1 and stacks[0].count == 1 and len(tiles) == 1:
+            stacks = _cut(self.backend, halved(tiles[0], -(-tiles[0].num_queries // 2)), *place)
+        middle = _middle(stacks)
+        return stacks[:middle] if step.share == "first" else stacks[middle:]
+
+
+@lru_cache(maxsize=1024)
+def _cut(
+    backend: Backend, tiles: tuple[Tile, ...], device: torch.device, dtype: torch.dtype, batch: int, backward: bool
+) -> tuple[Stack, ...]:
+    parts = [part for tile in tiles for part in backend.parts(tile, device, dtype, backward=backward)]
+    # Rows of a batch and tiles of a stack both lie along the batch dim, and do not mix.
+    return stacked(parts, _STACKED_ROWS) if batch == 1 and device.type == "cpu" else tuple(map(Stack, parts))
+
+
+@lru_cache(maxsize=1024)
+def _middle(stacks: tuple[Stack, ...]) -> int:
+    """As many of the first stacks as make up half of the work."""
+    done = list(accumulate(stack.num_pairs for stack in stacks))
+    return bisect_left(done, done[-1] / 2) + 1 if done else 0
 
 
 def run(steps: Generator[None, None, T]) -> T:
@@ -33,111 +99,100 @@ def run(steps: Generator[None, None, T]) -> T:
 
 
 def forward(
-    plan: AttentionPlan,
-    transport: Transport | None,
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    engine: Engine, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """Attention of this rank's queries over the keys of all ranks.
 
     Args:
-        plan: What to do.
-        transport: How to reach the others; None for one rank.
-        backend: Computes a tile.
+        engine: What to do, and with what.
         query: [B, Hq, T, D].
         key: [B, Hkv, T, D].
         value: [B, Hkv, T, D].
-        scale: Factor on the scores.
+        sinks: One more logit for every query head, [Hq].
 
     Returns:
-        out [B, Hq, T, D] in the inputs' dtype and lse [B, Hq, T] in the wide one, both contiguous.
+        out [B, Hq, T, D] in the inputs' dtype, lse [B, Hq, T] in the wide one, and what backward need not fetch again
+        as a tensor of bytes (empty unless the plan keeps something).
     """
-    traffic = Traffic(plan, transport, key, value)
+    size = kept_bytes(engine.plan, key, engine.wire or key.dtype)
+    kept = torch.empty(size, dtype=torch.uint8, device=key.device)
+    traffic = engine.traffic(key, value, kept)
     running = RunningSoftmax(query, value.shape[-1])
-    for step in plan.forward.steps:
+    for step in engine.plan.forward.steps:
         block = traffic.enter(step)
-        for tile in _parts(plan, step, backend, query):
-            keys, values = _columns(block, tile)
-            out, lse = backend.forward(_rows(query, tile), keys, values, tile, scale)
-            running.add(tile.q_start, tile.q_stop, out, lse)
+        for stack in engine.stacks(step, query, backward=False):
+            rows = batched(query, stack.queries)
+            out, lse = engine.backend.forward(rows, *_columns(block, stack), stack.tile, engine.scale)
+            running.add(stack.queries, out, lse)
         del block
         traffic.settle()
         yield
-    traffic.settle(keep=0)
+    traffic.finish()
     out, lse = running.result()
-    return out.to(query.dtype), lse
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(query.dtype), lse, kept
 
 
 def backward(
-    plan: AttentionPlan,
-    transport: Transport | None,
-    backend: Backend,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    engine: Engine,
     grad: Tensor,
-    scale: float,
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    sinks: Tensor | None = None,
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """Gradients of ``forward``. dQ stays; sums of dK/dV travel in the wide dtype.
 
     Args:
-        plan: What to do.
-        transport: How to reach the others; None for one rank.
-        backend: Computes a tile.
-        saved: query, key, value, and the final out and lse.
+        engine: As in forward.
         grad: Gradient of out.
-        scale: Factor on the scores.
+        saved: query, key, value, and what forward returned: the final out and lse, and what was kept.
+        sinks: As in forward.
 
     Returns:
-        dq, dk and dv, contiguous, in the inputs' dtype.
+        dq, dk and dv in the inputs' dtype, and the gradient of the sinks.
     """
-    query, key, value, _, _ = saved
-    traffic = Traffic(plan, transport, key, value)
+    query, key, value, out, lse, kept = saved
+    plan, traffic = engine.plan, engine.traffic(key, value, kept)
     dquery, own = TokenSum(query), (TokenSum(key), TokenSum(value))
     for step in plan.backward.steps:
         block = traffic.enter(step)
-        mine = step.home == plan.rank
         if block is not None:
-            sums = own if mine else (TokenSum(block[0]), TokenSum(block[1]))
-            for tile in _parts(plan, step, backend, query):
-                rows = [_rows(tensor, tile) for tensor in (grad, query, saved[3], saved[4])]
-                parts = backend.backward(rows[0], rows[1], *_columns(block, tile), rows[2], rows[3], tile, scale)
-                dquery.add(tile.q_start, tile.q_stop, parts[0])
-                sums[0].add(tile.k_start, tile.k_stop, parts[1])
-                sums[1].add(tile.k_start, tile.k_stop, parts[2])
-            if not mine:
-                _pass_on(traffic, step, (sums[0].total, sums[1].total))
+            sums = own if step.home == plan.rank else _foreign_sums(traffic, block)
+            for stack in engine.stacks(step, query, backward=True):
+                dout, rows, outs, lses = (batched(tensor, stack.queries) for tensor in (grad, query, out, lse))
+                keys, values = _columns(block, stack)
+                parts = engine.backend.backward(dout, rows, keys, values, outs, lses, stack.tile, engine.scale)
+                dquery.add(stack.queries, parts[0])
+                sums[0].add(stack.keys, parts[1])
+                sums[1].add(stack.keys, parts[2])
+            if step.home != plan.rank:
+                _pass_on(traffic, step, (sums[0].total(), sums[1].total()))
         del block
         traffic.settle()
         yield
+    totals = (own[0].total(), own[1].total())
     for hop in plan.backward.returns:
-        traffic.add_arrived(hop, (own[0].total, own[1].total), traffic.all_pieces(plan.rank))
-    traffic.settle(keep=0)
-    return _result(dquery, query), _result(own[0], key), _result(own[1], value)
+        traffic.add_arrived(hop, totals, None)
+    traffic.finish()
+    dsinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
+    return dquery.total().to(query.dtype), totals[0].to(key.dtype), totals[1].to(value.dtype), dsinks
+
+
+def _foreign_sums(traffic: Traffic, block: Block) -> tuple[TokenSum, TokenSum]:
+    key, value = block
+    shape, dtype = key.transpose(1, 2).shape, wide_dtype(key.dtype)
+    return TokenSum(key, traffic.lend(shape, dtype)), TokenSum(value, traffic.lend(shape, dtype))
 
 
 def _pass_on(traffic: Traffic, step: Step, sums: Block) -> None:
     """Add what earlier contributors sent to this rank's share, and send each sum to the next contributor or home."""
     for hop in step.accumulators:
-        traffic.add_arrived(hop, sums, step.pieces)
+        traffic.add_arrived(hop, sums, step.parcels)
     for hop in step.gradient_sends:
-        traffic.send(hop, sums, step.pieces)
+        traffic.send(hop, sums, step.parcels)
 
 
-def _result(gradient: TokenSum, like: Tensor) -> Tensor:
-    return gradient.total.to(like.dtype).contiguous()
-
-
-def _parts(plan: AttentionPlan, step: Step, backend: Backend, query: Tensor) -> list[Tile]:
-    return [part for tile in plan.tiles(step) for part in backend.parts(tile, query.device, query.dtype)]
-
-
-def _rows(tensor: Tensor, tile: Tile) -> Tensor:
-    return tensor[:, :, tile.q_start : tile.q_stop]
-
-
-def _columns(block: Block | None, tile: Tile) -> tuple[Tensor, Tensor]:
+def _columns(block: Block | None, stack: Stack) -> tuple[Tensor, Tensor]:
     if block is None:
-        raise ValueError(f"{tile} has work, but its block has not come: the schedule and the tiles disagree.")
-    return block[0][:, :, tile.k_start : tile.k_stop], block[1][:, :, tile.k_start : tile.k_stop]
+        raise ValueError(f"{stack} has work, but its block has not come: the schedule and the tiles disagree.")
+    return batched(block[0], stack.keys), batched(block[1], stack.keys)

@@ -2,116 +2,232 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lightning_longctx.attention.buffers import Buffers
 from lightning_longctx.attention.merge import wide_dtype
+from lightning_longctx.attention.messages import message_shape, pair, travels_together
 from lightning_longctx.attention.transport import Pending, Transport
-from lightning_longctx.plan.choose import AttentionPlan
-from lightning_longctx.plan.counts import hop_tokens
-from lightning_longctx.plan.needs import Pieces
-from lightning_longctx.plan.schedules import Hop, Step
+from lightning_longctx.plan.attention import AttentionPlan
+from lightning_longctx.plan.counts import link_of
+from lightning_longctx.plan.parcels import Interval, ParcelIds
+from lightning_longctx.plan.steps import Hop, Step
 
 Block = tuple[Tensor, Tensor]
-"""Keys and values (or their gradients) of some pieces of one home, joined along T: each [B, Hkv, T, D]."""
+"""Keys and values (or their gradients) of some parcels of one home, joined along T: each [B, Hkv, T, D]."""
 
 
 class Traffic:
     """The messages of one pass on one rank.
 
     Keys and values are two messages, each token-major [B, T, Hkv, D] on the wire: that is how projections and the CPU
-    kernel lay them out in memory, so that as a rule nothing is copied before it is sent, not even for some pieces only.
+    kernel lay them out in memory, so that as a rule nothing is copied before it is sent, not even for some tokens only.
+    Small ones travel together: to post a message costs as much as to copy them.
 
     Args:
         plan: Says who holds what.
         transport: Carries messages; None if there is one rank.
+        buffers: Memory for what arrives.
         key: Own keys [B, Hkv, T, D].
         value: Own values, same shape.
+        wire: What is sent is rounded to this dtype; None sends keys as they are and gradients wide.
+        kept: Memory of the hops that are kept for backward (see ``kept_memory``): filled in forward, read in backward.
     """
 
-    def __init__(self, plan: AttentionPlan, transport: Transport | None, key: Tensor, value: Tensor) -> None:
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        transport: Transport | None,
+        buffers: Buffers,
+        key: Tensor,
+        value: Tensor,
+        wire: torch.dtype | None = None,
+        kept: dict[Hop, Tensor] | None = None,
+    ) -> None:
         self._plan = plan
         self._transport = transport
         self._own = (key, value)
+        self._buffers = buffers
+        self._wire = wire
+        self._kept = kept or {}
         self._arriving: dict[Hop, list[tuple[Pending, Tensor]]] = {}
-        self._sending: list[list[tuple[Pending, Tensor]]] = [[]]
+        self._sending: list[_InUse] = []
 
     def enter(self, step: Step) -> Block | None:
         """Wait for the step's block, post its receives, then its sends; return the keys and values to work on.
 
         Returns:
-            The block of ``step.pieces``; None if there is no work.
+            The block of ``step.parcels``, or this rank's own; None if there is no work.
         """
-        block, held = (self.arrived(step.arrival), step.arrival.pieces) if step.arrival else (self._own, ())
+        self._sending.append(_InUse(self._buffers))
+        block, held = self._block(step)
         for hop in step.receives:
             self._post_receive(hop)
-        self._sending.append([])
         for hop in step.sends:
             if hop.home == self._plan.rank:
-                self.send(hop, self._own, self.all_pieces(hop.home))
+                self.send(hop, self._own, None)
             else:
                 self.send(hop, block, held)
         if step.home == self._plan.rank:
             return self._own
-        return self._select(block, step.home, held, step.pieces) if step.pieces else None
+        return self._select(block, step.home, held, step.parcels) if step.parcels else None
 
-    def send(self, hop: Hop, block: Block, held: Pieces) -> None:
-        """Send ``hop.pieces`` out of a block that holds ``held``."""
-        for part in self._select(block, hop.home, held, hop.pieces):
-            message = part.transpose(1, 2).contiguous()
-            self._sending[-1].append((self._required.send(hop, message), message))
+    def send(self, hop: Hop, block: Block, held: ParcelIds | None) -> None:
+        """Send ``hop.parcels`` out of a block that holds ``held`` (None: this rank's whole shard)."""
+        shape, dtype = message_shape(hop, self._plan, self._own[0]), self._dtype(hop)
+        parts = [part.transpose(1, 2) for part in self._select(block, hop.home, held, hop.parcels)]
+        if travels_together(shape, dtype):
+            message = self.lend((2, *shape), dtype)
+            for into, part in zip(message, parts, strict=True):
+                into.copy_(part)
+            messages = [message]
+        else:
+            messages = [part.to(dtype).contiguous() for part in parts]
+        link = link_of(hop, self._plan.ring.inner)
+        self._sending[-1].sends += [(link, self._required.send(hop, message), message) for message in messages]
 
-    def arrived(self, hop: Hop) -> Block:
-        """Wait for messages whose receives were posted in an earlier step."""
-        keys, values = self._arriving.pop(hop)
-        keys[0].wait()
-        values[0].wait()
-        return keys[1].transpose(1, 2), values[1].transpose(1, 2)
+    def lend(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that is free again when the present step's messages are gone."""
+        buffer = self._buffers.take(shape, dtype, self._own[0].device)
+        self._sending[-1].lent.append(buffer)
+        return buffer
 
-    def add_arrived(self, hop: Hop, sums: Block, held: Pieces) -> None:
-        """Wait for gradients and add them, piece by piece, to the sums over the keys and values of ``held``."""
-        for total, part in zip(sums, self.arrived(hop), strict=True):
-            into = self._views(total, hop.home, held)
-            for piece, gradient in self._views(part, hop.home, hop.pieces).items():
-                into[piece].add_(gradient)
+    def add_arrived(self, hop: Hop, sums: Block, held: ParcelIds | None) -> None:
+        """Wait for gradients and add them, parcel by parcel, to the sums over the keys and values of ``held``."""
+        spans = self._spans(hop.home, held)
+        messages = self._wait_for(hop)
+        for total, message in zip(sums, pair(messages), strict=True):
+            part, start = message.transpose(1, 2), 0
+            for first, last in (span for parcel in hop.parcels for span in spans[parcel]):
+                total[:, :, first:last].add_(part[:, :, start : start + last - first])
+                start += last - first
+        for message in messages:
+            self._buffers.give(message)
 
-    def settle(self, *, keep: int = 1) -> None:
-        """Wait for all sends but those of the last ``keep`` steps, so that their buffers can go."""
-        while len(self._sending) > keep:
-            for pending, _ in self._sending.pop(0):
-                pending.wait()
+    def settle(self) -> None:
+        """Wait for sends of earlier steps, so that their buffers can be used again.
 
-    def all_pieces(self, home: int) -> Pieces:
-        """Every piece of a home rank."""
-        return tuple(range(len(self._plan.shards[home])))
+        Those inside an inner ring are awaited a step later. Those between inner rings travel behind the work of a whole
+        window; to wait sooner would stop that work.
+        """
+        rotation = self._plan.ring.window_slots
+        for in_use in self._sending:
+            in_use.age += 1
+            in_use.settle(outer=in_use.age > rotation, inner=in_use.age > 1)
+        self._sending = [in_use for in_use in self._sending if in_use.age == 1 or in_use.sends]
 
-    def _select(self, block: Block, home: int, held: Pieces, wanted: Pieces) -> Block:
-        """Cut pieces out of a block: views where they are neighbours, else copies."""
-        if wanted == held:
-            return block
-        first = held.index(wanted[0])
-        if held[first : first + len(wanted)] == wanted:
-            shard = self._plan.shards[home]
-            start = sum(len(shard[piece]) for piece in held[:first])
-            stop = start + sum(len(shard[piece]) for piece in wanted)
-            return block[0][:, :, start:stop], block[1][:, :, start:stop]
-        views = [self._views(tensor, home, held) for tensor in block]
-        keys, values = (torch.cat([parts[piece] for piece in wanted], dim=2) for parts in views)
-        return keys, values
+    def finish(self) -> None:
+        """Wait for all sends."""
+        for in_use in self._sending:
+            in_use.settle(outer=True, inner=True)
 
-    def _views(self, tensor: Tensor, home: int, held: Pieces) -> dict[int, Tensor]:
-        sizes = [len(self._plan.shards[home][piece]) for piece in held]
-        return dict(zip(held, tensor.split(sizes, dim=2), strict=True))
+    def _block(self, step: Step) -> tuple[Block, ParcelIds | None]:
+        if step.arrival is None:
+            return self._own, None
+        if step.is_kept:
+            keys, values = self._kept[step.arrival]
+        else:
+            messages = self._wait_for(step.arrival)
+            keys, values = pair(messages)
+            if step.arrival not in self._kept:
+                self._sending[-1].lent += messages
+        dtype = self._own[0].dtype
+        return (keys.transpose(1, 2).to(dtype), values.transpose(1, 2).to(dtype)), step.arrival.parcels
+
+    def _wait_for(self, hop: Hop) -> list[Tensor]:
+        """Messages whose receives were posted in an earlier step."""
+        messages = []
+        for pending, message in self._arriving.pop(hop):
+            pending.wait()
+            messages.append(message)
+        return messages
 
     def _post_receive(self, hop: Hop) -> None:
-        key = self._own[0]
-        dtype = wide_dtype(key.dtype) if hop.channel.startswith("grad") else key.dtype
-        shape = (key.shape[0], hop_tokens(hop, self._plan.shards), key.shape[1], key.shape[3])
-        buffers = [torch.empty(shape, dtype=dtype, device=key.device) for _ in self._own]
-        self._arriving[hop] = [(self._required.receive(hop, buffer), buffer) for buffer in buffers]
+        shape, dtype = message_shape(hop, self._plan, self._own[0]), self._dtype(hop)
+        together = travels_together(shape, dtype)
+        if hop in self._kept:
+            messages = [self._kept[hop]] if together else list(self._kept[hop])
+        elif together:
+            messages = [self._buffers.take((2, *shape), dtype, self._own[0].device)]
+        else:
+            messages = [self._buffers.take(shape, dtype, self._own[0].device) for _ in self._own]
+        self._arriving[hop] = [(self._required.receive(hop, message), message) for message in messages]
+
+    def _dtype(self, hop: Hop) -> torch.dtype:
+        own = self._own[0].dtype
+        return self._wire or (wide_dtype(own) if hop.is_gradient else own)
+
+    def _select(self, block: Block, home: int, held: ParcelIds | None, wanted: ParcelIds) -> Block:
+        """Cut parcels out of a block: views where they are neighbours, else copies."""
+        if wanted == held:
+            return block
+        spans = self._spans(home, held)
+        runs = _joined([span for parcel in wanted for span in spans[parcel]])
+        if len(runs) == 1:
+            start, stop = runs[0]
+            return block[0][:, :, start:stop], block[1][:, :, start:stop]
+        keys, values = (_gathered(tensor, runs) for tensor in block)
+        return keys, values
+
+    def _spans(self, home: int, held: ParcelIds | None) -> dict[int, tuple[Interval, ...]]:
+        """Where in a block each parcel lies: at its place in the shard, or one after another."""
+        parcels = self._plan.ring.parcels[home]
+        if held is None:
+            return {index: parcel.intervals for index, parcel in enumerate(parcels)}
+        spans: dict[int, tuple[Interval, ...]] = {}
+        start = 0
+        for index in held:
+            runs = []
+            for first, last in parcels[index].intervals:
+                runs.append((start, start + last - first))
+                start += last - first
+            spans[index] = tuple(runs)
+        return spans
 
     @property
     def _required(self) -> Transport:
         if self._transport is None:
             raise ValueError("the plan has messages, but this call has no ring: SequenceRecord.ring is empty.")
         return self._transport
+
+
+class _InUse:
+    """What a step has on its way: sends with their messages, and buffers that are lent until those are gone.
+
+    ``age`` counts the steps that have ended since, its own included.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.sends: list[tuple[str, Pending, Tensor]] = []
+        self.lent: list[Tensor] = []
+        self.age = 0
+        self._buffers = buffers
+
+    def settle(self, *, outer: bool, inner: bool) -> None:
+        """Wait for sends on those links; when none is left, give back what is lent."""
+        waited = {"outer": outer, "inner": inner}
+        for link, pending, _ in self.sends:
+            if waited[link]:
+                pending.wait()
+        self.sends = [send for send in self.sends if not waited[send[0]]]
+        if inner and not self.sends:
+            while self.lent:
+                self._buffers.give(self.lent.pop())
+
+
+def _joined(spans: list[Interval]) -> list[Interval]:
+    runs: list[Interval] = []
+    for start, stop in spans:
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return runs
+
+
+def _gathered(tensor: Tensor, runs: list[Interval]) -> Tensor:
+    token_major = tensor.transpose(1, 2)
+    return torch.cat([token_major[:, start:stop] for start, stop in runs], dim=1).transpose(1, 2)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_longctx.batch.shard import Sharding, shard_batch
+from lightning_longctx.batch.shard import shard_batch
+from lightning_longctx.batch.sharding import Sharding
 from lightning_longctx.sequence.record import SequenceRecord
 
 
@@ -66,7 +67,10 @@ def _checked(batch: Mapping[str, Any], sharding: Sharding) -> Mapping[str, Any]:
             f"the batch entry `sequence` holds a {type(record).__name__}; the name is taken by the record of how the "
             "batch is cut. Rename your entry."
         )
-    if sharding.record(record.length, record.num_valid_tokens, record.checksum) != record:
+    found = (record.checksum, record.documents, record.num_rows, record.padded)
+    # The choice of `auto` costs too much to make it again here.
+    chosen = replace(sharding, layout=record.layout) if sharding.layout == "auto" else sharding
+    if chosen.record(record.length, record.num_valid_tokens, *found) != record:
         raise ValueError(
             f"a batch was cut as {record}, which does not fit this run's {sharding}: its loader's workers were started "
             "by another run. Build a new loader."

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+LABELS = ("labels", "shift_labels", "attention_mask")
+TOKENS = ("input_ids", "inputs_embeds")
 KNOWN_DIMS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "shift_labels": 1, "position_ids": -1}
 
 

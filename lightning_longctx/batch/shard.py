@@ -2,81 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import UserDict
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_longctx.batch.entries import attention_padding, sequence_dim, tokens_shape
+from lightning_longctx.batch.cut import cut_entries
+from lightning_longctx.batch.entries import LABELS, TOKENS, attention_padding, sequence_dim, tokens_shape
 from lightning_longctx.batch.labels import IGNORE, count_valid, shift_labels
-from lightning_longctx.sequence.layout import LAYOUTS, LayoutName, padded_length
-from lightning_longctx.sequence.record import SequenceRecord
-
-LABELS = ("labels", "shift_labels", "attention_mask")
-TOKENS = ("input_ids", "inputs_embeds")
-SETTLED = {"sequence_dims": (*TOKENS, *LABELS), "pad_values": (*LABELS, "position_ids")}
-"""Entries that an option may not change: how they are cut and padded follows from what they mean."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How every batch of a loader is cut. Plain values, so that it travels to spawned workers.
-
-    Args:
-        layout: Which layout cuts sequences.
-        num_ranks: Context ranks.
-        inner_ring: Context ranks in one inner ring.
-        rank: This process's position on the context axes.
-        multiple: Sequences are padded at the tail to a multiple of this (see ``sequence.layout.padding_multiple``).
-        ring: Name of the transport that joins the ranks.
-        backend: Which attention backend computes a tile.
-        sequence_dims: (entry, dim) for entries whose sequence dim cannot be told from the shape; a negative dim counts
-            from the end, ``None`` leaves the entry whole.
-        pad_values: (entry, value) for entries that are not padded with 0.
-
-    Raises:
-        ValueError: An unknown layout, a rank outside ``num_ranks``, a multiple below 1, or an option for an entry
-            that is not free to be set.
-    """
-
-    layout: LayoutName = "contiguous"
-    num_ranks: int = 1
-    inner_ring: int = 1
-    rank: int = 0
-    multiple: int = 1
-    ring: str = ""
-    backend: str = "auto"
-    sequence_dims: tuple[tuple[str, int | None], ...] = ()
-    pad_values: tuple[tuple[str, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r} is unknown; choose one of {LAYOUTS}.")
-        if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(f"rank={self.rank} is not one of the {self.num_ranks} context ranks.")
-        if self.multiple < 1:
-            raise ValueError(f"multiple={self.multiple} must be a positive integer.")
-        for option, settled in SETTLED.items():
-            if taken := [key for key, _ in getattr(self, option) if key in settled]:
-                raise ValueError(f"{option} cannot be set for {taken}: it follows from what they mean. Leave them out.")
-
-    def record(self, length: int, num_valid_tokens: int, checksum: int = 0) -> SequenceRecord:
-        """The record of a batch whose sequences have ``length`` tokens, padding included."""
-        return SequenceRecord(
-            length=length,
-            layout=self.layout,
-            num_ranks=self.num_ranks,
-            inner_ring=self.inner_ring,
-            rank=self.rank,
-            num_valid_tokens=num_valid_tokens,
-            checksum=checksum,
-            ring=self.ring,
-            backend=self.backend,
-        )
+from lightning_longctx.batch.positions import document_starts, find_documents, row_positions
+from lightning_longctx.batch.sharding import Sharding
+from lightning_longctx.sequence.layout import padded_length
 
 
 def shard_batch(batch: Any, sharding: Sharding) -> Any:
@@ -86,9 +26,12 @@ def shard_batch(batch: Any, sharding: Sharding) -> Any:
 
     * ``input_ids`` [B, S] integers, or ``inputs_embeds`` [B, S, ...];
     * optional ``labels`` [B, S] (unshifted) or ``shift_labels`` [B, S] (shifted by you), -100 where nothing counts;
-    * optional ``position_ids``, of which the last dim is the sequence: [S], [1, S], [B, S] or [3, B, S];
+    * optional ``position_ids`` [S], [1, S] or [B, S], or with more dims in front, such as [3, B, S]. In the former a
+      document starts wherever a position is not its predecessor plus one: packed documents do not see each other, and
+      no token predicts the first of the next one. The latter declare no documents, and so do batches without any;
     * optional ``attention_mask`` [B, S] of ones and, at the tail of rows, zeros. It is removed: labels of hidden tokens
-      become -100, and a causal mask hides what stands at the tail from every token that counts;
+      become -100, a causal mask hides what stands at the tail from every token that counts, and positions count on
+      there, as in all padding, which stays part of a row's last document;
     * any other tensor [B, S, ...] is cut on dim 1; tensors without a dim of size S, and entries that are not tensors,
       stay whole.
 
@@ -102,9 +45,9 @@ def shard_batch(batch: Any, sharding: Sharding) -> Any:
     """
     entries = _checked_entries(batch)
     tokens = tokens_shape(entries)
-    _hide_padding(entries, tokens)
+    hidden = _hide_padding(entries, tokens)
     entries.setdefault("position_ids", torch.arange(tokens[1], device=_token_entry(entries).device))
-    entries["position_ids"] = _rows_of_positions(entries["position_ids"], tokens)
+    entries["position_ids"] = row_positions(entries["position_ids"], tokens, hidden)
     configured = dict(sharding.sequence_dims)
     if absent := sorted(configured.keys() - entries.keys()):
         raise ValueError(f"sequence_dims names {absent}, but the batch has the entries {sorted(entries)}. Correct it.")
@@ -112,25 +55,38 @@ def shard_batch(batch: Any, sharding: Sharding) -> Any:
 
     length = padded_length(tokens[1], sharding.multiple)
     pads = dict(sharding.pad_values) | {"labels": IGNORE, "shift_labels": IGNORE}
-    whole = {
-        key: value if (dim := dims[key]) is None else _pad(key, value, dim, length - tokens[1], pads.get(key, 0))
-        for key, value in entries.items()
-    }
+    whole = {key: _pad(key, value, dims[key], length - tokens[1], pads.get(key, 0)) for key, value in entries.items()}
+    positions = _declaring(whole["position_ids"], dims["position_ids"])
+    documents, num_rows = ((), 1) if positions is None else find_documents(positions)
     if "labels" in whole:
-        whole["shift_labels"] = shift_labels(whole.pop("labels"))
+        starts = None if positions is None else document_starts(positions)
+        whole["shift_labels"] = shift_labels(whole.pop("labels"), starts)
         dims["shift_labels"] = 1
     num_valid_tokens = count_valid(whole["shift_labels"]) if "shift_labels" in whole else -1
-    record = sharding.record(length, num_valid_tokens, _checksum(whole))
-    return _like(batch, _cut(whole, dims, record) | {"sequence": record})
+    padded = length > tokens[1] or hidden is not None
+    checksum = _checksum(whole, length, num_rows, num_valid_tokens, *documents)
+    record = sharding.record(length, num_valid_tokens, checksum, documents, num_rows, padded)
+    return _like(batch, cut_entries(whole, dims, record) | {"sequence": record})
 
 
-def _checksum(entries: Mapping[str, Any]) -> int:
-    """Of the tokens and their order, in 62 bits; 0 for embeddings."""
-    if "input_ids" not in entries:
-        return 0
-    tokens = entries["input_ids"].flatten().to(torch.int64)
-    places = torch.arange(1, tokens.numel() + 1, device=tokens.device)
-    return int(((tokens + 1) * places * 0x9E3779B97F4A7C1).sum()) & (2**62 - 1)
+def _checksum(entries: Mapping[str, Any], *numbers: int) -> int:
+    """Of the tokens (none of embeddings) and of ``numbers``, in 62 bits."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
+    if "input_ids" in entries:
+        digest.update(entries["input_ids"].to("cpu", torch.int64).contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest()) & (2**62 - 1)
+
+
+def _declaring(position_ids: Tensor, dim: int | None) -> Tensor | None:
+    """The positions if they are of a form that declares documents."""
+    if position_ids.ndim != 2:
+        return None
+    if dim != 1:
+        raise ValueError(
+            f"sequence_dims: {{position_ids: {dim}}} cannot be honoured: positions [B, S] go with their tokens. Leave "
+            "it out."
+        )
+    return position_ids
 
 
 def _checked_entries(batch: Any) -> dict[str, Any]:
@@ -157,8 +113,8 @@ def _token_entry(entries: Mapping[str, Any]) -> Tensor:
     return entries["input_ids"] if "input_ids" in entries else entries["inputs_embeds"]
 
 
-def _hide_padding(entries: dict[str, Any], tokens: tuple[int, int]) -> None:
-    """Take ``attention_mask`` out of the entries, and labels of what it hides out of the count."""
+def _hide_padding(entries: dict[str, Any], tokens: tuple[int, int]) -> Tensor | None:
+    """Take ``attention_mask`` out of the entries, and labels of what it hides out of the count; return it."""
     hidden = attention_padding(entries.pop("attention_mask"), tokens) if "attention_mask" in entries else None
     for key in ("labels", "shift_labels"):
         if key not in entries:
@@ -175,17 +131,12 @@ def _hide_padding(entries: dict[str, Any], tokens: tuple[int, int]) -> None:
         entries[key] = entries[key].to(torch.int64)
         if hidden is not None:
             entries[key] = entries[key].masked_fill(hidden, IGNORE)
+    return hidden
 
 
-def _rows_of_positions(position_ids: Tensor, tokens: tuple[int, int]) -> Tensor:
-    position_ids = position_ids.to(torch.int64)
-    shared = position_ids.ndim == 1 or tuple(position_ids.shape) == (1, tokens[1])
-    return position_ids.expand(tokens) if shared and position_ids.shape[-1] == tokens[1] else position_ids
-
-
-def _pad(key: str, tensor: Tensor, dim: int, count: int, value: int) -> Tensor:
+def _pad(key: str, tensor: Any, dim: int | None, count: int, value: int) -> Any:
     """``count`` more places at the tail of ``dim``; positions count on from their last, the rest repeats ``value``."""
-    if count == 0:
+    if dim is None or count == 0:
         return tensor
     shape = list(tensor.shape)
     shape[dim] = count
@@ -195,18 +146,6 @@ def _pad(key: str, tensor: Tensor, dim: int, count: int, value: int) -> Tensor:
         steps[dim] = count
         tail = tensor.narrow(dim, -1, 1) + torch.arange(1, count + 1, device=tensor.device).view(steps)
     return torch.cat([tensor, tail], dim=dim)
-
-
-def _cut(whole: dict[str, Any], dims: Mapping[str, int | None], record: SequenceRecord) -> dict[str, Any]:
-    if record.num_ranks == 1:
-        return {key: value.contiguous() if dims[key] is not None else value for key, value in whole.items()}
-    pieces = (torch.arange(piece.start, piece.stop, piece.step) for piece in record.ranges)
-    local = torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
-    # index_select copies: a view would take the whole sequence along through a worker's shared memory.
-    return {
-        key: value if (dim := dims[key]) is None else value.index_select(dim, local.to(value.device))
-        for key, value in whole.items()
-    }
 
 
 def _like(batch: Mapping[str, Any], entries: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-longctx fit|validate|test|predict|recipes``."""
+"""The command line: ``lightning-longctx fit|validate|test|predict|bench|explain|recipes``."""
 
 from lightning_longctx.cli.main import COMMANDS, main
 

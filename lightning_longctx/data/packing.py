@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-PackingName = Literal["concat", "document"]
+PackingName = Literal["concat", "packed", "document"]
 PACKINGS: tuple[str, ...] = get_args(PackingName)
 
 Spans = NDArray[np.int64]
@@ -20,6 +20,11 @@ MIN_SAMPLE_TOKENS = 2
 
 class Packing(Protocol):
     """Samples as spans of the token file."""
+
+    @property
+    def isolated(self) -> bool:
+        """Whether pieces of a sample are documents that must not see each other."""
+        ...
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -37,10 +42,12 @@ class ConcatPacking:
     Args:
         spans: Documents in the order in which they are joined.
         seq_len: Tokens of a sample.
+        isolated: Whether documents in the same window are kept apart.
     """
 
     spans: Spans
     seq_len: int
+    isolated: bool = False
     ends: NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,10 +74,12 @@ class DocumentPacking:
     Args:
         spans: Documents.
         seq_len: Most tokens of a sample.
+        isolated: False: no sample has a second document.
     """
 
     spans: Spans
     seq_len: int
+    isolated: bool = field(default=False, init=False)
     ends: NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +102,9 @@ class DocumentPacking:
 def pack(packing: PackingName, spans: Spans, seq_len: int) -> Packing:
     """Samples of documents; arguments as in ``check_packing``."""
     check_packing(packing, seq_len)
-    return ConcatPacking(spans, seq_len) if packing == "concat" else DocumentPacking(spans, seq_len)
+    if packing == "document":
+        return DocumentPacking(spans, seq_len)
+    return ConcatPacking(spans, seq_len, isolated=packing == "packed")
 
 
 def check_packing(packing: PackingName, seq_len: int) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_longctx.data.cache import TokenStore
 from lightning_longctx.data.packing import Packing
+from lightning_longctx.sequence.documents import document_positions
 
 Sample = dict[str, Tensor]
 
@@ -22,7 +23,8 @@ class PackedDataset(Dataset[Sample]):
     """Samples of a token store.
 
     A sample has ``input_ids`` and ``labels``, both int64 [S] and equal: labels are shifted later, on the whole
-    sequence, where the last token of one shard can meet the first of the next.
+    sequence, where the last token of one shard can meet the first of the next. Where the packing keeps documents apart,
+    it also has ``position_ids`` int64 [S], which restart with every document.
 
     Args:
         store: Tokens.
@@ -39,9 +41,13 @@ class PackedDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        pieces = [self.store.tokens[piece.start : piece.stop] for piece in self.packing.pieces(index % len(self))]
-        input_ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        pieces = self.packing.pieces(index % len(self))
+        tokens = np.concatenate([self.store.tokens[piece.start : piece.stop] for piece in pieces])
+        input_ids = torch.from_numpy(tokens.astype(np.int64))
+        sample = {"input_ids": input_ids, "labels": input_ids.clone()}
+        if self.packing.isolated:
+            sample["position_ids"] = torch.from_numpy(document_positions([len(piece) for piece in pieces]))
+        return sample
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,10 @@ class TextDataModule(LightningDataModule):
         seq_len: Tokens of a sample.
         batch_size: Samples of a batch.
         packing: ``concat`` joins documents and cuts the stream in windows of ``seq_len``, so that a token sees the
-            documents before its own in the same window; ``document`` puts (part of) one document in each sample and
-            pads the samples of a batch to the longest.
+            documents before its own in the same window; ``packed`` cuts the same windows, but keeps their documents
+            apart: positions restart with each, tokens see their own document only, and none predicts the next one's
+            first token; ``document`` puts (part of) one document in each sample and pads the samples of a batch to the
+            longest.
         validation_fraction: Expected share of documents that validate; 0 trains on all and validates on none.
         max_documents: Use at most so many documents, validation included. The cache holds all of them anyway.
         max_tokens: Use at most so many tokens, validation included.
@@ -185,7 +187,7 @@ class TextDataModule(LightningDataModule):
             )
         if self.packing == "concat":
             rank_zero_info(
-                "packing=concat: documents in the same window see each other. Use packing=document to keep them apart."
+                "packing=concat: documents in the same window see each other. Use packing=packed to keep them apart."
             )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_longctx.loss import token_cross_entropy
 from lightning_longctx.mixins.long_context import LongContextMixin
 from lightning_longctx.models import Decoder, DecoderConfig
+from lightning_longctx.plan.mask import Mask
 
 
 class CausalLM(LongContextMixin, LightningModule):
@@ -41,6 +42,16 @@ class CausalLM(LongContextMixin, LightningModule):
         """Build the decoder, once; here and not in ``__init__``, so that the Trainer's precision and device apply."""
         if not hasattr(self, "decoder"):
             self.decoder = Decoder(self.config)
+
+    @property
+    def attention_masks(self) -> tuple[Mask, ...]:
+        """The masks of the decoder's layers."""
+        return self.config.attention_masks
+
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        """Query heads and key/value heads, which the strategy checks its ``head`` degree against."""
+        return self.config.num_heads, self.config.num_kv_heads or self.config.num_heads
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Next-token logits [B, s, vocab_size] for this rank's tokens."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_longctx._upstream import attached_trainer, current_dataloader, is_first_of_window, is_last_of_window
 from lightning_longctx.loss import TokenMean
+from lightning_longctx.plan.mask import Mask
 from lightning_longctx.strategy import LongContextStrategy
 
 
@@ -48,6 +49,14 @@ class LongContextMixin:
         if isinstance(scheduler, ReduceLROnPlateau):
             entry = {"scheduler": scheduler, "interval": "epoch", "monitor": scheduler.monitor}
         return {"optimizer": optimizer, "lr_scheduler": entry}
+
+    @property
+    def attention_masks(self) -> tuple[Mask, ...]:
+        """The masks of the model's attention calls, by which ``layout: auto`` chooses; the default is plain causal.
+
+        Override it if layers have windows. It is read before ``configure_model``; it never changes the numbers.
+        """
+        return (Mask(),)
 
     def token_mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """The loss to return from ``training_step``: tells the strategy over how many tokens it is a mean.

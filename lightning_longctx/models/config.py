@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_longctx.plan.mask import Mask
+
 MLP_MULTIPLE = 64
 """The default hidden width of an MLP is rounded up to a multiple of this, for the sake of matrix units."""
 
@@ -25,6 +27,10 @@ class DecoderConfig:
         rope_base: Base of the rotary frequencies; longer contexts want a larger one.
         norm_eps: What RMSNorm adds to the mean square.
         tie_embeddings: Use the embedding as the output head too.
+        windows: How many keys a query of each layer sees, itself included; ``null`` is all earlier ones. Cycled over
+            the layers: ``[1024, null]`` alternates windowed and full layers.
+        sinks: Give every query head of every layer a learned logit that takes part in its softmax without a value, as
+            in gpt-oss (after arXiv 2309.17453): a head may then attend to nothing. It starts at 0.
 
     Raises:
         ValueError: The values do not fit together; the message names the option and values that fit.
@@ -40,9 +46,12 @@ class DecoderConfig:
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         self._check_sizes()
+        self._check_windows()
         if self.num_heads % self.kv_heads:
             fitting = [count for count in range(1, self.num_heads + 1) if self.num_heads % count == 0]
             raise ValueError(
@@ -72,6 +81,26 @@ class DecoderConfig:
             raise ValueError(f"rope_base={self.rope_base} must be larger than 1; Llama models use 10000 to 500000.")
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be positive; 1e-5 or 1e-6 are usual.")
+
+    def _check_windows(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))  # a list would make the config unhashable
+        counts = [window for window in self.windows if window is not None]
+        whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
+        if not 1 <= len(self.windows) <= self.num_layers or not whole:
+            raise ValueError(
+                f"windows={list(self.windows)} must be a list of positive integers or null, of one to "
+                f"num_layers={self.num_layers} entries. [null] is full attention in all layers."
+            )
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of every layer."""
+        return tuple(self.windows[layer % len(self.windows)] for layer in range(self.num_layers))
+
+    @property
+    def attention_masks(self) -> tuple[Mask, ...]:
+        """The masks of the layers, one for each: what ``layout: auto`` counts with."""
+        return tuple(Mask(window=window) for window in self.layer_windows)
 
     @property
     def kv_heads(self) -> int:

@@ -2,7 +2,8 @@
 
 Every module sees only this rank's tokens; positions come from ``position_ids`` and attention alone reaches beyond.
 Initialisation: normal with standard deviation 0.02; the two matrices of a block that write into the residual stream
-are scaled by ``1 / sqrt(2 * num_layers)`` (GPT-2), so that the stream's variance does not grow with depth; norms are 1.
+are scaled by ``1 / sqrt(2 * num_layers)`` (GPT-2), so that the stream's variance does not grow with depth; norms are 1,
+sinks 0.
 """
 
 from __future__ import annotations
@@ -31,20 +32,34 @@ def residual_std(config: DecoderConfig) -> float:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions and grouped key/value heads."""
+    """Causal attention with rotary positions and grouped key/value heads.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        config: Shape of the model.
+        window: Most keys that a query sees, itself included; None is no limit.
+    """
+
+    def __init__(self, config: DecoderConfig, window: int | None = None) -> None:
         super().__init__()
+        self.window = window
         self.head_width = config.head_size
         self.query = Linear(config.width, config.num_heads * config.head_size, INIT_STD)
         self.key = Linear(config.width, config.kv_heads * config.head_size, INIT_STD)
         self.value = Linear(config.width, config.kv_heads * config.head_size, INIT_STD)
         self.output = Linear(config.num_heads * config.head_size, config.width, residual_std(config))
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the sinks to 0; the projections have their own initialisation."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(self, states: Tensor, rotary: Rotary, sequence: SequenceRecord | None = None) -> Tensor:
-        """Let every token of ``states`` [B, T, width] attend to itself and all earlier ones of the whole sequence."""
+        """Let every token of ``states`` [B, T, width] attend to itself and earlier ones of its document."""
         query, key, value = (self.split_heads(project(states)) for project in (self.query, self.key, self.value))
-        found = attend(rotate(query, *rotary), rotate(key, *rotary), value, sequence=sequence)
+        query, key = rotate(query, *rotary), rotate(key, *rotary)
+        found = attend(query, key, value, sequence=sequence, window=self.window, sinks=self.sinks)
         return self.output(found.transpose(1, 2).flatten(2))
 
     def split_heads(self, states: Tensor) -> Tensor:
@@ -67,12 +82,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalised stream and added to it."""
+    """Attention, then MLP, each on the normalised stream and added to it; arguments as in ``Attention``."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None = None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, window)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -93,7 +108,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.width, INIT_STD)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
         self.norm = RMSNorm(config.width, config.norm_eps)
         # A tied head is no parameter of its own: one shared between two modules comes apart in to_empty and sharding.
         self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, INIT_STD)
@@ -105,8 +120,8 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: Token ids [B, T], int64.
-            position_ids: Global positions [B, T], int64. Without them the tokens are taken to be positions 0 to T - 1,
-                which only a rank that holds whole sequences may do.
+            position_ids: Positions [B, T], int64, within the tokens' documents. Without them the tokens are taken to be
+                positions 0 to T - 1, which only a rank that holds whole sequences may do.
             sequence: The batch's ``sequence`` entry; none means that the T tokens are whole sequences.
 
         Returns:
@@ -141,7 +156,7 @@ class Decoder(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise everything anew, in the order of construction."""
         for module in self.modules():
-            if isinstance(module, Linear | Embedding | RMSNorm):
+            if isinstance(module, Linear | Embedding | RMSNorm | Attention):
                 module.reset_parameters()
 
 

@@ -1,4 +1,4 @@
-"""The leaves of the decoder: the only modules that own parameters, each of which knows its own initialisation.
+"""The leaves of the decoder, which own its parameters (but for sinks) and know their own initialisation.
 
 ``reset_parameters`` gives the documented start on any device, so that a model built on the meta device and made real
 with ``to_empty`` starts like one that was built in place, draw for draw.

@@ -1,75 +1,104 @@
-"""From a layout and a mask to the plan of one attention call."""
+"""From a sequence record and a mask to the plan of one attention call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from functools import lru_cache
 
-from lightning_longctx.plan.counts import ring_tokens
+from lightning_longctx.plan.attention import AttentionPlan
+from lightning_longctx.plan.clock import StepPairs, num_pairs, play
+from lightning_longctx.plan.communication import SCHEDULES, Communication
+from lightning_longctx.plan.counts import busiest_tokens, ring_tokens
 from lightning_longctx.plan.mask import CAUSAL, Mask
-from lightning_longctx.plan.needs import Pieces, wanted_pieces
-from lightning_longctx.plan.schedules import DoubleRing, Schedule, Step
-from lightning_longctx.plan.tiles import Tile, plan_tiles
-from lightning_longctx.sequence.layout import LayoutName, Ranges, layout_ranges
+from lightning_longctx.plan.parcels import ParcelIds, divided, plan_parcels
+from lightning_longctx.plan.pieces import Pieces, cut_pieces
+from lightning_longctx.plan.schedules import DoubleRing
+from lightning_longctx.plan.shape import AttentionShape
+from lightning_longctx.plan.steps import Step
+from lightning_longctx.sequence.record import SequenceRecord
 
+_MOST_PLAYED_RANKS = 16
+"""With more, playing every candidate would keep the batch waiting: the busiest link decides."""
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Everything one rank does in one attention call: the engine, the planner and the tests read the same plan.
+_PARTS, _PARTS_OF_ONE = 2, 4
+"""Rounds in which the blocks of one inner ring pass through another; of a ring of one rank, whose rounds are short."""
 
-    Args:
-        rank: Position on the context axes.
-        shards: Every rank's ranges of global positions.
-        mask: Who may see whom.
-        ring: The message tables.
-    """
-
-    rank: int
-    shards: tuple[Ranges, ...]
-    mask: Mask
-    ring: DoubleRing
-
-    @cached_property
-    def forward(self) -> Schedule:
-        """Steps of the forward pass."""
-        return self.ring.schedule(self.rank, backward=False)
-
-    @cached_property
-    def backward(self) -> Schedule:
-        """Steps of the backward pass."""
-        return self.ring.schedule(self.rank, backward=True)
-
-    @cached_property
-    def _tiles(self) -> dict[tuple[int, Pieces], tuple[Tile, ...]]:
-        return {}
-
-    def tiles(self, step: Step) -> tuple[Tile, ...]:
-        """Work of one step; key indices count along the step's pieces, joined."""
-        key = (step.home, step.pieces)
-        if key not in self._tiles:
-            pieces = tuple(self.shards[step.home][piece] for piece in step.pieces)
-            self._tiles[key] = plan_tiles(self.shards[self.rank], pieces, self.mask) if pieces else ()
-        return self._tiles[key]
+AS_SENT = Communication()
+SHAPE = AttentionShape()
 
 
 @lru_cache(maxsize=256)
 def plan_attention(
-    length: int, layout: LayoutName, num_ranks: int, inner: int, rank: int, mask: Mask = CAUSAL
+    sequence: SequenceRecord,
+    mask: Mask = CAUSAL,
+    communication: Communication = AS_SENT,
+    shape: AttentionShape = SHAPE,
 ) -> AttentionPlan:
-    """The cheaper of the two ring directions: one pure function, so all ranks agree without talking."""
-    shards = layout_ranges(layout, length, num_ranks)
-    return AttentionPlan(rank, shards, mask, cheapest_ring(shards, inner, mask))
+    """A pure function of what all ranks know, so that they agree without talking.
+
+    Args:
+        sequence: How the sequence is cut; of head ranks only the context rank counts.
+        mask: Who may see whom.
+        communication: How keys and values travel.
+        shape: Of what a context rank computes; only ``schedule: auto`` looks at it.
+    """
+    documents = sequence.documents
+    if not mask.isolate:
+        ends = range(0, (sequence.num_rows + 1) * sequence.length, max(sequence.length, 1))
+        documents = tuple(ends) if sequence.num_rows > 1 else ()
+    shards = tuple(cut_pieces(ranges, documents) for ranges in sequence.shards)
+    ring = choose_ring(shards, sequence.inner_ring, mask, communication, shape)
+    return AttentionPlan(sequence.rank, shards, mask, ring)
 
 
 @lru_cache(maxsize=64)
-def cheapest_ring(shards: tuple[Ranges, ...], inner: int, mask: Mask) -> DoubleRing:
-    """Try both directions and keep the one that sends fewer tokens.
+def choose_ring(
+    shards: tuple[Pieces, ...], inner: int, mask: Mask, communication: Communication, shape: AttentionShape
+) -> DoubleRing:
+    """The route and the direction that take least time; of equals, those that send least.
 
     Zigzag under a causal mask prefers earlier ranks (-1): a later rank's block is wanted whole there, and only half of
     it after the wrap. Contiguous prefers later ranks, where chains end at the last rank.
     """
-    needs = wanted_pieces(shards, mask)
-    num_pieces = max((len(ranges) for ranges in shards), default=0)
     windows = len(shards) // inner
-    rings = [DoubleRing(windows, inner, needs, num_pieces, direction) for direction in (-1, 1)]
-    return min(rings, key=lambda ring: ring_tokens(ring, shards))
+    parts = 1 if windows == 1 else _PARTS if inner > 1 else _PARTS_OF_ONE
+    parcels = divided(plan_parcels(shards, mask), parts)
+    auto = communication.schedule == "auto" and any(parcels)
+    routes = SCHEDULES if auto else (SCHEDULES[0] if communication.schedule == "auto" else communication.schedule,)
+    rings = [
+        DoubleRing(windows, inner, parcels, direction, route, communication.keep_kv, parts)
+        for route in routes
+        for direction in (-1, 1)
+    ]
+    return min(rings, key=_cost(shards, mask, communication, shape) if auto else ring_tokens)
+
+
+def _cost(
+    shards: tuple[Pieces, ...], mask: Mask, communication: Communication, shape: AttentionShape
+) -> Callable[[DoubleRing], tuple[float, int]]:
+    links = communication.links
+
+    def played(ring: DoubleRing) -> tuple[float, int]:
+        return play(ring, pairs, shape, links).seconds, ring_tokens(ring)
+
+    def counted(ring: DoubleRing) -> tuple[float, int]:
+        busiest = busiest_tokens(ring)
+        return max(busiest["outer"] / links.outer_gbits, busiest["inner"] / links.inner_gbits), ring_tokens(ring)
+
+    pairs = pair_counter(shards, mask)
+    return played if len(shards) <= _MOST_PLAYED_RANKS else counted
+
+
+def pair_counter(shards: tuple[Pieces, ...], mask: Mask) -> StepPairs:
+    """Pairs of each step, counted once: all candidates, forward and backward, do the same work in another order."""
+    found: dict[tuple[int, int, ParcelIds], int] = {}
+
+    def pairs(ring: DoubleRing, rank: int, step: Step) -> int:
+        key = (rank, step.home, step.parcels)
+        if key not in found:
+            found[key] = sum(map(num_pairs, AttentionPlan(rank, shards, mask, ring).tiles(step)))
+        if step.share == "first":
+            return found[key] // 2
+        return found[key] - (found[key] // 2 if step.share == "last" else 0)
+
+    return pairs

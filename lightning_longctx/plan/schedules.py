@@ -1,92 +1,34 @@
-"""DoubleRing attention as values: who sends which pieces to whom, in which step (after LoongTrain, arXiv 2406.18485).
+"""DoubleRing attention as values: who sends what to whom, in which slot (after LoongTrain, arXiv 2406.18485).
 
 Context ranks form ``windows`` inner rings of ``inner`` ranks, window-major. Time is a list of *slots*, the same on
-every rank. In slot (j, piece, s) rank (m, i) works on keys whose home is s places behind it on its inner ring and j
-windows behind it on the outer one. A flat ring is one window. In the own window all pieces of a block travel together;
-in a foreign window each piece has an inner rotation of its own, so that work starts when the first one is in.
+every rank. In slot (j, part, s) rank (m, i) works on keys whose home is s places behind it on its inner ring and j
+windows behind it on the outer one. A flat ring is one window. In the own window all of a block travels together; in a
+foreign window each part of it has an inner rotation of its own, so that work starts when the first one is in.
 
-Need-aware: a piece goes exactly as far along its chain as the last stop that wants it, inside a window and between
-windows; both ends of a hop compute that from the same table. An accumulator of dK/dV goes from contributor to next
-contributor, and the last one sends it straight home; a rank's own share never travels.
+The *route* says from whom a rank gets what it works on:
+
+* ``double_ring``: from its neighbour on the inner ring; what enters a window comes from the window before. A parcel
+  goes exactly as far along its chain as the last stop that wants it.
+* ``direct``: what enters a window comes straight from home, and goes straight from the rank where it enters to those
+  that want it.
+* ``all_gather``: everything comes straight from home, all at once.
+
+Both ends of a hop read it from the same table, and an empty message is no message. An accumulator of dK/dV goes from
+contributor to contributor within a window (``all_gather``: not at all), and the last one sends it straight home, while
+others work on; a rank's own share never travels. Were it to go on to the next window, that would have to wait for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from lightning_longctx.plan.needs import Needs, Pieces
-
-Channel = Literal["kv_inner", "kv_outer", "grad_inner", "grad_outer", "grad_home"]
-CHANNELS: tuple[Channel, ...] = ("kv_inner", "kv_outer", "grad_inner", "grad_outer", "grad_home")
-"""Each has a process group of its own, so that no chain queues behind another."""
-
-
-class Slot(NamedTuple):
-    """One step of time: window distance, index of the piece (None: all), inner distance."""
-
-    window: int
-    piece: int | None
-    inner: int
-
-
-class Hop(NamedTuple):
-    """One message between context ranks: keys and values of ``pieces`` of ``home``, or their gradients."""
-
-    channel: Channel
-    source: int
-    target: int
-    home: int
-    pieces: Pieces
-
-
-class Timed(NamedTuple):
-    """A hop with the slots in which its receive is posted, its send is posted, and it is waited for."""
-
-    receive_slot: int
-    send_slot: int
-    due_slot: int
-    hop: Hop
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one rank does in one slot, in this order."""
-
-    home: int
-    """Whose keys are worked on."""
-    pieces: Pieces
-    """Which of them this rank has work with."""
-    arrival: Hop | None
-    """The message that brings the keys, waited for before anything else; None if there is none to wait for."""
-    receives: tuple[Hop, ...]
-    """Posted before the sends."""
-    sends: tuple[Hop, ...]
-    """Keys and values passed on while the step computes."""
-    accumulators: tuple[Hop, ...] = ()
-    """Gradients to wait for after the computation and add its result to."""
-    gradient_sends: tuple[Hop, ...] = ()
-    """Sums passed on, or sent home, after that."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One rank's steps for one pass.
-
-    Args:
-        steps: One per slot; every rank has the same number.
-        returns: Gradients of this rank's own pieces that come home, waited for after the last step.
-    """
-
-    steps: tuple[Step, ...]
-    returns: tuple[Hop, ...] = ()
-
-    @property
-    def sent(self) -> tuple[Hop, ...]:
-        """All messages this rank sends."""
-        return tuple(hop for step in self.steps for hop in (*step.sends, *step.gradient_sends))
+from lightning_longctx.plan.communication import ScheduleName
+from lightning_longctx.plan.parcels import ParcelIds, Parcels, phases
+from lightning_longctx.plan.steps import Channel, Hop, Schedule, Slot, Step, Timed
 
 
 @dataclass(frozen=True)
@@ -96,34 +38,37 @@ class DoubleRing:
     Args:
         windows: Number of inner rings.
         inner: Ranks in each.
-        needs: ``needs[rank][home]``, see ``plan.needs``.
-        num_pieces: Largest number of pieces any rank holds.
+        parcels: Who needs what, by home.
         direction: -1 passes keys to earlier ranks, +1 to later ones.
+        route: From whom a rank gets its keys.
+        keep_kv: What came from other windows in forward is there in backward.
+        parts: Rounds in which a window passes through another.
     """
 
     windows: int
     inner: int
-    needs: Needs
-    num_pieces: int
+    parcels: Parcels
     direction: Literal[-1, 1] = -1
+    route: ScheduleName = "double_ring"
+    keep_kv: bool = False
+    parts: int = 1
 
     def schedule(self, rank: int, *, backward: bool) -> Schedule:
-        """Cut one rank's view out of the tables.
-
-        Forward takes the own window first. Backward starts with the own block, then foreign windows, then the rest of
-        the own window: the first outer transfer hides behind the own block, and gradients go home behind the rest.
-        """
+        """Cut one rank's view out of the tables."""
         slots = self.backward_slots if backward else self.forward_slots
-        keys = self._by_rank(self.backward_keys if backward else self.forward_keys, rank)
-        grads = self._by_rank(self.gradients if backward else (), rank)
+        keys = _View.of(self.backward_keys if backward else self.forward_keys, rank)
+        grads = _View.of(self.gradients if backward else (), rank)
+        kept = {self.forward_slots[t.due_slot]: t.hop for t in self._kept if t.hop.target == rank} if backward else {}
         steps = []
         for index, slot in enumerate(slots):
             home = self.home(slot, rank)
             steps.append(
                 Step(
                     home=home,
-                    pieces=self._wanted(slot, rank, home),
-                    arrival=next((t.hop for t in keys.incoming if t.due_slot == index), None),
+                    parcels=self._wanted(slot, rank, home),
+                    arrival=kept.get(slot) or next((t.hop for t in keys.incoming if t.due_slot == index), None),
+                    is_kept=slot in kept,
+                    share=slot.share,
                     receives=tuple(t.hop for t in (*keys.incoming, *grads.incoming) if t.receive_slot == index),
                     sends=tuple(t.hop for t in keys.outgoing if t.send_slot == index),
                     accumulators=tuple(t.hop for t in grads.incoming if t.due_slot == index),
@@ -139,8 +84,18 @@ class DoubleRing:
 
     @cached_property
     def backward_slots(self) -> tuple[Slot, ...]:
-        """Own block, foreign windows, rest of the own window."""
-        return (*self._own_window[:1], *self._foreign_windows, *self._own_window[1:])
+        """Half of the own block, foreign windows, rest of the own window, other half of the own block.
+
+        The first transfers hide behind the one half, and the last gradients go home behind the other. What was kept
+        needs no transfer to hide, so foreign windows come first then.
+        """
+        own, *rest = self._own_window
+        first, last = own._replace(share="first"), own._replace(share="last")
+        if self.windows * self.inner == 1:
+            return (own,)
+        if self.keep_kv:
+            return (*self._foreign_windows, first, *rest, last)
+        return (first, *self._foreign_windows, *rest, last)
 
     @cached_property
     def forward_keys(self) -> tuple[Timed, ...]:
@@ -150,12 +105,21 @@ class DoubleRing:
     @cached_property
     def backward_keys(self) -> tuple[Timed, ...]:
         """Every message of the backward pass that carries keys and values."""
-        return tuple(self._key_hops(self.backward_slots))
+        kept = {timed.hop for timed in self._kept}
+        return tuple(timed for timed in self._key_hops(self.backward_slots) if timed.hop not in kept)
 
     @cached_property
     def gradients(self) -> tuple[Timed, ...]:
         """Every message of the backward pass that carries gradients."""
         return tuple(self._gradient_hops(self.backward_slots))
+
+    def kept(self, rank: int) -> tuple[Hop, ...]:
+        """Messages of the forward pass that ``rank`` keeps for backward, in the order of their arrival."""
+        return tuple(timed.hop for timed in self._kept if timed.hop.target == rank)
+
+    @cached_property
+    def _kept(self) -> tuple[Timed, ...]:
+        return tuple(t for t in self.forward_keys if t.hop.channel == "kv_outer") if self.keep_kv else ()
 
     @property
     def _own_window(self) -> tuple[Slot, ...]:
@@ -163,12 +127,21 @@ class DoubleRing:
 
     @property
     def _foreign_windows(self) -> tuple[Slot, ...]:
-        return tuple(
-            Slot(j, piece, s)
-            for j in range(1, self.windows)
-            for piece in range(self.num_pieces)
-            for s in range(self.inner)
-        )
+        parts = range(self._num_parts)
+        return tuple(Slot(j, part, s) for j in range(1, self.windows) for part in parts for s in range(self.inner))
+
+    @cached_property
+    def window_slots(self) -> int:
+        """Slots from when a block is sent to another window until all of it has been worked on there."""
+        return self.inner + self.inner * self._num_parts
+
+    @cached_property
+    def _num_parts(self) -> int:
+        return 1 + max((part for home in self._parts for part in home), default=0)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(phases(parcels, self.parts) for parcels in self.parcels)
 
     def home(self, slot: Slot, rank: int) -> int:
         """Whose keys ``rank`` may hold in ``slot``."""
@@ -183,69 +156,95 @@ class DoubleRing:
         window = (window + self.direction * windows) % self.windows
         return window * self.inner + (place + self.direction * inner) % self.inner
 
-    def _wanted(self, slot: Slot, rank: int, home: int) -> Pieces:
-        return tuple(p for p in self.needs[rank][home] if slot.piece is None or p == slot.piece)
+    def _wanted(self, slot: Slot, rank: int, home: int) -> ParcelIds:
+        return self._in_part(slot, home, (p for p, parcel in enumerate(self.parcels[home]) if rank in parcel.wanted_by))
 
-    def _carried(self, slot: Slot, home: int) -> Pieces:
-        """Pieces of ``home`` that travel as far as ``slot``: some stop from here on wants them."""
-        windows = range(slot.window, self.windows if slot.inner == 0 else slot.window + 1)
-        stops = [
-            self.holder(Slot(j, None, s), home)
-            for j in windows
-            for s in range(slot.inner if j == slot.window else 0, self.inner)
-        ]
-        return tuple(sorted({piece for stop in stops for piece in self._wanted(slot, stop, home)}))
+    def _in_part(self, slot: Slot, home: int, parcels: Iterator[int]) -> ParcelIds:
+        return tuple(p for p in parcels if slot.part is None or self._parts[home][p] == slot.part)
 
-    def _key_hops(self, slots: tuple[Slot, ...]) -> list[Timed]:
-        hops = []
+    @cached_property
+    def _carried(self) -> dict[tuple[int, int, int], frozenset[int]]:
+        """By home, window and inner distance: parcels that come by there."""
+        carried: dict[tuple[int, int, int], frozenset[int]] = {}
+        for home, parcels in enumerate(self.parcels):
+            beyond: frozenset[int] = frozenset()
+            for j in reversed(range(self.windows)):
+                later: frozenset[int] = frozenset()
+                for s in reversed(range(self.inner)):
+                    stop = self.holder(Slot(j, None, s), home)
+                    wanted = frozenset(p for p, parcel in enumerate(parcels) if stop in parcel.wanted_by)
+                    later = later | wanted
+                    relayed = self.route == "double_ring" or (self.route == "direct" and s == 0)
+                    carried[home, j, s] = later if relayed else wanted
+                if self.route == "double_ring":
+                    beyond = carried[home, j, 0] = carried[home, j, 0] | beyond
+        return carried
+
+    def _key_hops(self, slots: tuple[Slot, ...]) -> Iterator[Timed]:
+        own = self._own_window[0]
         when = {slot: index for index, slot in enumerate(slots)}
+        when.setdefault(own, when.get(own._replace(share="first"), 0))
         for due, slot in enumerate(slots):
-            if slot == self._own_window[0]:
+            if slot._replace(share="all") == own:
                 continue
-            if slot.inner:
-                channel, before, posted = "kv_inner", slot._replace(inner=slot.inner - 1), due - 1
-            else:
-                # An outer block is passed on the moment it is in, and travels behind a whole inner rotation.
-                earlier = slot.window - 1
-                channel, before = "kv_outer", Slot(earlier, slot.piece if earlier else None, 0)
-                posted = when[before]
+            before, posted = self._origin(slot, due, when)
             for home in range(self.windows * self.inner):
-                if pieces := self._carried(slot, home):
-                    hop = Hop(channel, self.holder(before, home), self.holder(slot, home), home, pieces)
-                    hops.append(Timed(posted, posted, due, hop))
-        return hops
+                if parcels := self._in_part(slot, home, iter(sorted(self._carried[home, slot.window, slot.inner]))):
+                    source, target = self.holder(before, home), self.holder(slot, home)
+                    channel: Channel = "kv_inner" if self._same_window(source, target) else "kv_outer"
+                    yield Timed(posted, posted, due, Hop(channel, source, target, home, parcels))
+
+    def _origin(self, slot: Slot, due: int, when: dict[Slot, int]) -> tuple[Slot, int]:
+        """In which slot the sender has, or had, what is worked on in ``slot``; and when it sends."""
+        own = self._own_window[0]
+        if self.route == "all_gather":
+            return own, 0
+        if slot.inner:
+            # An own block is always at hand; one that is passing through is passed on while it is here.
+            at = slot.inner - 1 if self.route == "double_ring" else 0
+            before = slot._replace(inner=at)
+            return before, when[before] if slot.window or self.route == "double_ring" else max(0, due - 1)
+        earlier = Slot(slot.window - 1, slot.part if slot.window > 1 else None, 0)
+        # Posted a whole inner rotation ahead: it travels behind that. A block from the window before is passed on the
+        # moment it is in.
+        return (earlier if self.route == "double_ring" else own), when[earlier]
 
     def _gradient_hops(self, slots: tuple[Slot, ...]) -> list[Timed]:
         hops: list[Timed] = []
-        for home in range(self.windows * self.inner):
+        for home, parcels in enumerate(self.parcels):
             together: dict[tuple[int, int], list[int]] = {}
-            for piece in sorted({p for needs in self.needs for p in needs[home]}):
-                visits = self._contributions(slots, home, piece)
-                for sent, due in pairwise([*visits, len(slots)]):
-                    together.setdefault((sent, due), []).append(piece)
-            hops += [
-                self._gradient_hop(slots, sent, due, home, tuple(pieces)) for (sent, due), pieces in together.items()
-            ]
+            for p, parcel in enumerate(parcels):
+                for visits in self._chains(slots, home, p, parcel.wanted_by):
+                    for sent, due in pairwise([*visits, len(slots)]):
+                        together.setdefault((sent, due), []).append(p)
+            hops += [self._gradient_hop(slots, sent, due, home, tuple(ids)) for (sent, due), ids in together.items()]
         return sorted(hops)
 
-    def _contributions(self, slots: tuple[Slot, ...], home: int, piece: int) -> list[int]:
-        """Slots in which some rank but ``home`` has work with a piece, in time order."""
-        stops = [(index, slot, self.holder(slot, home)) for index, slot in enumerate(slots)]
-        return [index for index, slot, rank in stops if rank != home and piece in self._wanted(slot, rank, home)]
+    def _chains(self, slots: tuple[Slot, ...], home: int, p: int, wanted_by: frozenset[int]) -> list[list[int]]:
+        """Slots in which some rank but ``home`` has work with a parcel, in time order, by the sum they add to."""
+        chains: dict[int, list[int]] = {}
+        for index, slot in enumerate(slots):
+            if (slot.part is None or self._parts[home][p] == slot.part) and self.holder(slot, home) in wanted_by:
+                chain = index if self.route == "all_gather" else slot.window
+                chains.setdefault(chain, []).append(index)
+        return list(chains.values())
 
-    def _gradient_hop(self, slots: tuple[Slot, ...], sent: int, due: int, home: int, pieces: Pieces) -> Timed:
+    def _gradient_hop(self, slots: tuple[Slot, ...], sent: int, due: int, home: int, parcels: ParcelIds) -> Timed:
         source = self.holder(slots[sent], home)
         if due == len(slots):
-            return Timed(0, sent, due, Hop("grad_home", source, home, home, pieces))
+            return Timed(0, sent, due, Hop("grad_home", source, home, home, parcels))
         target = self.holder(slots[due], home)
-        channel: Channel = "grad_inner" if source // self.inner == target // self.inner else "grad_outer"
-        return Timed(sent, sent, due, Hop(channel, source, target, home, pieces))
+        channel: Channel = "grad_inner" if self._same_window(source, target) else "grad_outer"
+        return Timed(sent, sent, due, Hop(channel, source, target, home, parcels))
 
-    @staticmethod
-    def _by_rank(hops: tuple[Timed, ...], rank: int) -> _View:
-        return _View([t for t in hops if t.hop.target == rank], [t for t in hops if t.hop.source == rank])
+    def _same_window(self, one: int, other: int) -> bool:
+        return one // self.inner == other // self.inner
 
 
 class _View(NamedTuple):
     incoming: list[Timed]
     outgoing: list[Timed]
+
+    @staticmethod
+    def of(hops: tuple[Timed, ...], rank: int) -> _View:
+        return _View([t for t in hops if t.hop.target == rank], [t for t in hops if t.hop.source == rank])

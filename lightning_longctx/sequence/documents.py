@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
+Documents = tuple[int, ...]
+"""Cumulative lengths of packed documents, ``(0, ..., total)``; empty means that nothing is packed."""
+
+
+def check_documents(documents: Documents, length: int, num_rows: int = 1) -> None:
+    """Raise ``ValueError`` unless ``documents`` is empty, or ascends from 0 to the end and stops at every row's end."""
+    if not documents:
+        return
+    ascending = documents[0] == 0 and all(start < stop for start, stop in pairwise(documents))
+    ends = {row * length for row in range(num_rows + 1)}
+    if not ascending or documents[-1] != num_rows * length or not ends <= set(documents):
+        raise ValueError(
+            f"documents with the cumulative lengths {documents} do not fill {num_rows} rows of {length} tokens."
+        )
 
 
 def document_positions(lengths: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -6,46 +6,62 @@ A rank's local order is the global order, so one rule gives every mask on every 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, get_args
 
-LayoutName = Literal["contiguous", "zigzag", "striped"]
+from lightning_longctx.sequence.balance import balanced_ranges
+from lightning_longctx.sequence.documents import Documents, check_documents
+from lightning_longctx.sequence.ranges import Ranges, chunks, joined, shifted, zigzag_chunks
+
+LayoutName = Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"]
 LAYOUTS: tuple[str, ...] = get_args(LayoutName)
 
-Ranges = tuple[range, ...]
-"""What one rank holds: ascending, disjoint ranges of global positions, in local order."""
 
-
-def layout_ranges(layout: LayoutName, length: int, num_ranks: int) -> tuple[Ranges, ...]:
+@lru_cache(maxsize=256)
+def layout_ranges(
+    layout: LayoutName, length: int, num_ranks: int, documents: Documents = (), num_rows: int = 1
+) -> tuple[Ranges, ...]:
     """Cut ``length`` positions among ``num_ranks`` ranks; shards differ by at most one token.
 
     * ``contiguous``: rank r holds one block. Unbalanced under a causal mask.
     * ``zigzag``: rank r holds chunks r and 2P-1-r of 2P, so every rank has the same causal work.
     * ``striped``: rank r holds positions r, r+P, r+2P, ... (Striped Attention, arXiv 2311.09431).
+    * ``document_zigzag``: zigzag within every document: the same work for every rank however documents are packed.
+    * ``balanced``: documents stay whole on one rank where they can, which needs no communication; the longest are cut
+      by zigzag, and ranks get the same tokens and about the same work (see ``sequence.balance``).
 
-    Leftover tokens of a length that does not divide go to ranks round-robin.
+    Leftover tokens of a length that does not divide go to ranks round-robin, continuing over documents.
+
+    Args:
+        layout: One of the above. Only the last two look at documents.
+        length: Positions in one row.
+        num_ranks: Context ranks.
+        documents: Cumulative document lengths over all rows; empty is one document a row.
+        num_rows: Rows of a batch whose documents differ, one after another: each is cut by itself.
 
     Returns:
-        For each rank its non-empty ranges (none at all if there are fewer tokens than ranks).
+        For each rank its non-empty ranges (none at all if there are fewer tokens than ranks), over
+        ``num_rows * length`` positions.
 
     Raises:
-        ValueError: Unknown layout, negative length or no ranks.
+        ValueError: Unknown layout, negative length, no ranks, or documents that do not fill the rows.
     """
-    if length < 0 or num_ranks < 1:
-        raise ValueError(f"cannot lay out {length} tokens over {num_ranks} ranks.")
-    if layout == "striped":
-        shards = [(range(rank, length, num_ranks),) for rank in range(num_ranks)]
-    elif layout == "contiguous":
-        chunks = _chunks(length, num_ranks)
-        shards = [(chunk,) for chunk in chunks]
-    elif layout == "zigzag":
-        chunks = _zigzag_chunks(length, num_ranks)
-        shards = [(chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)]
-    else:
+    if length < 0 or num_ranks < 1 or num_rows < 1:
+        raise ValueError(f"cannot lay out {num_rows} rows of {length} tokens over {num_ranks} ranks.")
+    if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {LAYOUTS}.")
-    return tuple(tuple(piece for piece in shard if len(piece)) for shard in shards)
+    check_documents(documents, length, num_rows)
+    rows = []
+    for start in (row * length for row in range(num_rows)):
+        inside = tuple(offset - start for offset in documents if start <= offset <= start + length)
+        shards = _row_ranges(layout, length, num_ranks, inside or (0, length))
+        rows.append([shifted(shard, start) for shard in shards])
+    return tuple(joined(piece for row in rows for piece in row[rank]) for rank in range(num_ranks))
 
 
-def padding_multiple(layout: LayoutName, context: int, head: int = 1, tensor: int = 1) -> int:
+def padding_multiple(layout: str, context: int, head: int = 1, tensor: int = 1) -> int:
     """Length multiple that makes all shards even: ``context * lcm(2 if zigzag else 1, head * tensor)``."""
     return context * math.lcm(2 if layout == "zigzag" else 1, head * tensor)
 
@@ -55,19 +71,23 @@ def padded_length(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _chunks(length: int, count: int) -> list[range]:
-    base, extra = divmod(length, count)
-    starts = [index * base + min(index, extra) for index in range(count + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+def _row_ranges(layout: LayoutName, length: int, num_ranks: int, documents: Documents) -> Iterable[Ranges]:
+    if layout == "striped":
+        return [(range(rank, length, num_ranks),) for rank in range(num_ranks)]
+    if layout == "contiguous":
+        return [(chunk,) for chunk in chunks(length, num_ranks)]
+    if layout == "zigzag":
+        return zigzag_chunks(range(length), num_ranks)
+    if layout == "balanced":
+        return balanced_ranges(documents, num_ranks)
+    return _document_zigzag(documents, num_ranks)
 
 
-def _zigzag_chunks(length: int, num_ranks: int) -> list[range]:
-    base, extra = divmod(length, 2 * num_ranks)
-    # Leftovers visit ranks 0, 1, ... with their early chunks, then again with their late ones.
-    early = [base + (rank < extra) for rank in range(num_ranks)]
-    late = [base + (num_ranks + rank < extra) for rank in range(num_ranks)]
-    chunks, start = [], 0
-    for size in early + late[::-1]:
-        chunks.append(range(start, start + size))
-        start += size
-    return chunks
+def _document_zigzag(documents: Documents, num_ranks: int) -> list[Ranges]:
+    shards: list[list[range]] = [[] for _ in range(num_ranks)]
+    for start, stop in pairwise(documents):
+        # Leftovers of all documents before this one have been dealt out to as many ranks.
+        dealt = start % num_ranks
+        for shard, pieces in zip(shards, zigzag_chunks(range(start, stop), num_ranks, dealt), strict=True):
+            shard.extend(pieces)
+    return [tuple(shard) for shard in shards]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from lightning_longctx.sequence.layout import LAYOUTS, LayoutName, Ranges, layout_ranges
+from lightning_longctx.sequence.documents import Documents
+from lightning_longctx.sequence.layout import LAYOUTS, LayoutName, layout_ranges
+from lightning_longctx.sequence.ranges import Ranges, cut
 
 if TYPE_CHECKING:
     import torch
@@ -14,16 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceRecord:
-    """How one batch's sequences are cut over the context ranks.
+    """How one batch's sequences are cut over the context and head ranks.
 
-    Plain values: hashable, picklable, and but for ``rank`` the same on all ranks.
+    Plain values: hashable, picklable, and but for ``rank`` and ``head_rank`` the same on all ranks.
 
     Args:
-        length: Global length in tokens, padding included; one for all rows of the batch.
+        length: Length of a row in tokens, padding included; one for all rows of the batch.
         layout: Which layout cut it.
         num_ranks: Context ranks.
         inner_ring: Context ranks in one inner ring.
         rank: Position of the holder on the context axes (window-major).
+        head: Head ranks, which hold equal parts of a context rank's shard, in its local order.
+        head_rank: Position of the holder among them.
+        documents: Cumulative lengths of packed documents, ``(0, ..., total)``; empty if a row is one document.
+        num_rows: 1 if all rows of the batch have the same documents, which then count along one row. Otherwise the rows
+            are taken one after another as one long sequence, along which ``documents`` count.
+        padded: Whether some rows end in tokens that are no content.
         num_valid_tokens: Labels that count towards the loss, in the whole batch before it was cut; -1 if the batch
             has no labels.
         checksum: Of the whole batch's tokens: ranks that share a sequence must have cut the same one.
@@ -36,6 +43,11 @@ class SequenceRecord:
     num_ranks: int = 1
     inner_ring: int = 1
     rank: int = 0
+    head: int = 1
+    head_rank: int = 0
+    documents: Documents = ()
+    num_rows: int = 1
+    padded: bool = False
     num_valid_tokens: int = -1
     checksum: int = 0
     ring: str = ""
@@ -43,37 +55,57 @@ class SequenceRecord:
 
     @property
     def shards(self) -> tuple[Ranges, ...]:
-        """Every rank's ranges of global positions."""
-        return _shards(self.layout, self.length, self.num_ranks)
+        """Every context rank's ranges of positions, over ``num_rows * length`` positions."""
+        return layout_ranges(self.layout, self.length, self.num_ranks, self.documents, self.num_rows)
 
     @property
     def ranges(self) -> Ranges:
-        """This rank's ranges of global positions."""
-        return self.shards[self.rank]
+        """The positions this rank holds: its part of its context rank's shard, row by row."""
+        shard = self.shards[self.rank]
+        per_row = sum(map(len, shard)) // self.num_rows
+        size = per_row // self.head
+        starts = (row * per_row + self.head_rank * size for row in range(self.num_rows))
+        return tuple(piece for start in starts for piece in cut(shard, start, start + size))
+
+    @property
+    def row_ranges(self) -> tuple[Ranges, ...]:
+        """The same within each row: one entry that holds for all rows, or ``num_rows`` entries."""
+        held, size = self.ranges, self.num_local_tokens
+        rows = (cut(held, row * size, (row + 1) * size) for row in range(self.num_rows))
+        return tuple(
+            tuple(range(p.start - row * self.length, p.stop - row * self.length, p.step) for p in ranges)
+            for row, ranges in enumerate(rows)
+        )
 
     @property
     def num_local_tokens(self) -> int:
-        """Tokens this rank holds."""
-        return sum(map(len, self.ranges))
+        """Tokens of each row that this rank holds."""
+        return sum(map(len, self.shards[self.rank])) // self.num_rows // self.head
 
     def to(self, *args: Any, **kwargs: Any) -> SequenceRecord:
         """Return self: Lightning moves a batch by calling ``.to`` on its entries, and this one has no device."""
         return self
 
     def encode(self) -> torch.Tensor:
-        """The layout as one CPU int64 tensor: the form in which it enters a custom op, which takes no objects."""
+        """What attention plans from as one CPU int64 tensor: so it enters a custom op, which takes no objects."""
         import torch
 
         layout = LAYOUTS.index(self.layout)
-        return torch.tensor([self.length, layout, self.num_ranks, self.inner_ring, self.rank], dtype=torch.int64)
+        numbers = (self.length, layout, self.num_ranks, self.inner_ring, self.rank, self.num_rows, *self.documents)
+        return torch.tensor(numbers, dtype=torch.int64)
 
     @staticmethod
     def decode(code: torch.Tensor, ring: str = "", backend: str = "auto") -> SequenceRecord:
-        """Inverse of ``encode``, up to token count and checksum."""
-        length, layout, num_ranks, inner_ring, rank = code.tolist()
-        return SequenceRecord(length, LAYOUTS[layout], num_ranks, inner_ring, rank, ring=ring, backend=backend)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=256)
-def _shards(layout: LayoutName, length: int, num_ranks: int) -> tuple[Ranges, ...]:
-    return layout_ranges(layout, length, num_ranks)
+        """Inverse of ``encode``, up to head ranks, padding, token count and checksum."""
+        length, layout, num_ranks, inner_ring, rank, num_rows, *documents = code.tolist()
+        return SequenceRecord(
+            length,
+            LAYOUTS[layout],  # type: ignore[arg-type]
+            num_ranks,
+            inner_ring,
+            rank,
+            documents=tuple(documents),
+            num_rows=num_rows,
+            ring=ring,
+            backend=backend,
+        )

@@ -38,6 +38,12 @@ def read_batch(batch: Any) -> BatchContents:
     return BatchContents(batch, tuple(value for _, value in _entries("", batch) if isinstance(value, SequenceRecord)))
 
 
+def let_records_pass(precision: Any) -> None:
+    """Make a precision plugin leave records alone, once."""
+    if "convert_input" not in vars(precision):
+        precision.convert_input = convert_all_but_records(precision.convert_input)
+
+
 def convert_all_but_records(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Let Lightning's conversion of a batch (to bfloat16, say) pass records by: it rejects a frozen dataclass."""
 

@@ -36,6 +36,8 @@ def sharding_of_rank(sharding: Sharding, degrees: Degrees, rank: int, ring: str)
         num_ranks=degrees.context,
         inner_ring=degrees.inner,
         rank=axis_rank(degrees, rank, *CONTEXT),
+        head=degrees.head,
+        head_rank=axis_rank(degrees, rank, "head"),
         multiple=padding_multiple(sharding.layout, degrees.context, degrees.head, degrees.tensor) if even else 1,
         ring=ring,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -19,18 +20,19 @@ from torch.optim import Optimizer
 
 from lightning_longctx import _upstream
 from lightning_longctx.attention import intercepted, open_ring
-from lightning_longctx.batch import Sharding, ensure_sharded
-from lightning_longctx.sequence import LayoutName
+from lightning_longctx.batch import LayoutOption, ensure_sharded
+from lightning_longctx.plan.communication import Communication
 from lightning_longctx.strategy.checkpoint import flat_optimizer_state, load_sharded, save_sharded
-from lightning_longctx.strategy.contents import BatchContents, convert_all_but_records, read_batch
+from lightning_longctx.strategy.contents import BatchContents, let_records_pass, read_batch
 from lightning_longctx.strategy.failure import end_processes, explain
 from lightning_longctx.strategy.gradients import UNWEIGHTED_MEAN, TokenWeights
 from lightning_longctx.strategy.launch import check_launch
 from lightning_longctx.strategy.loaders import DataRanks, gather_over, shard_loader
+from lightning_longctx.strategy.options import check_heads, check_options, declared_masks, sharding_of_options
 from lightning_longctx.strategy.places import sampler_place, sampler_seed, sharding_of_rank
 from lightning_longctx.strategy.randomness import own_randomness, share_rng
-from lightning_longctx.strategy.sharding import copy_from_first_rank, distribute, materialise, reshard
-from lightning_longctx.strategy.steps import check_degrees, whole_attention
+from lightning_longctx.strategy.sharding import ShardingName, copy_from_first_rank, distribute, materialise, reshard
+from lightning_longctx.strategy.steps import compare_batches, whole_attention
 from lightning_longctx.strategy.validate import check_module, check_optimizers, is_parallelised
 from lightning_longctx.topology import Degrees
 from lightning_longctx.topology.mesh import ParallelMesh, build_mesh
@@ -50,11 +52,12 @@ class LongContextStrategy(ModelParallelStrategy):
     Args:
         degrees: How many processes share data, context, heads and matrices.
         layout: Which tokens of a sequence a process holds. ``zigzag`` and ``striped`` give all the same work under a
-            causal mask, ``contiguous`` does not.
+            causal mask, ``contiguous`` does not; ``document_zigzag`` does however documents are packed, ``balanced``
+            keeps documents whole where it can, so that less is sent. ``auto`` counts for every batch which is best.
+        communication: How keys and values travel between processes: schedule, dtype, what is kept, speeds of links.
         backend: What computes attention: ``aten`` is torch's own kernel, ``reference`` the readable formula (any
             dtype, slow); ``auto`` chooses by device and dtype.
-        sharding: ``replicate`` keeps all parameters on every process. ``fsdp`` (FSDP2) spreads them, and the
-            optimizer's state, over data x context.
+        sharding: ``replicate`` keeps all parameters on every process. ``fsdp`` spreads them over data x context x head.
         sequence_dims: The dim along which a batch entry is cut, by entry, where its shape leaves that open; ``null``
             gives the entry whole to every process.
         pad_values: What a batch entry is padded with, by entry, if not with 0.
@@ -64,16 +67,16 @@ class LongContextStrategy(ModelParallelStrategy):
         timeout: How long a process waits for another one.
 
     Raises:
-        ValueError: An option is wrong, or ``head`` or ``tensor`` is not 1; when the Trainer is made: the degrees do not
-            fit its processes.
+        ValueError: An option is wrong; when the Trainer is made: the degrees do not fit its processes.
     """
 
     def __init__(
         self,
         degrees: Degrees = Degrees(),  # noqa: B008  frozen
-        layout: LayoutName = "zigzag",
+        layout: LayoutOption = "auto",
+        communication: Communication = Communication(),  # noqa: B008  frozen
         backend: Literal["auto", "reference", "aten"] = "auto",
-        sharding: Literal["replicate", "fsdp"] = "replicate",
+        sharding: ShardingName = "replicate",
         sequence_dims: dict[str, int | None] | None = None,
         pad_values: dict[str, int] | None = None,
         save_distributed_checkpoint: bool = True,
@@ -85,14 +88,11 @@ class LongContextStrategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        check_degrees(degrees)
-        if sharding not in ("replicate", "fsdp"):
-            raise ValueError(f"sharding={sharding!r} is unknown; choose replicate or fsdp.")
-        self.degrees = degrees
-        dims, pads = tuple((sequence_dims or {}).items()), tuple((pad_values or {}).items())
-        self.batch_sharding = Sharding(layout, backend=backend, sequence_dims=dims, pad_values=pads)
-        self._wanted_degrees = degrees
-        self._parameter_sharding: Literal["replicate", "fsdp"] = sharding
+        check_options(degrees, sharding)
+        self.batch_sharding = sharding_of_options(layout, backend, communication, sequence_dims, pad_values)
+        self.degrees = self._wanted_degrees = degrees
+        self._communication = communication
+        self._parameter_sharding: ShardingName = sharding
         self._process_timeout = timeout
         self._mesh: ParallelMesh | None = None
         self._seed = self._sampler_seed = 0
@@ -109,17 +109,17 @@ class LongContextStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes; the mesh and the ring are made once and then kept."""
+        check_heads(self._module, self.degrees)
         self._setup_distributed()
         self._seed, self._sampler_seed = share_rng(self.broadcast), self.broadcast(sampler_seed())
         if self._mesh is None or self._mesh.degrees != self.degrees:
             self._mesh = build_mesh(self.degrees, self.root_device.type)
             self._device_mesh = self._mesh.device_mesh
             self._weights = TokenWeights(self._mesh, self.root_device)
-            ring = open_ring(self.degrees, self.global_rank, self._process_timeout)
+            ring = open_ring(self.degrees, self.global_rank, self._process_timeout, self._communication)
             self.batch_sharding = sharding_of_rank(self.batch_sharding, self.degrees, self.global_rank, ring)
-        precision: Any = self.precision_plugin
-        if "convert_input" not in vars(precision):
-            precision.convert_input = convert_all_but_records(precision.convert_input)
+        self.batch_sharding = replace(self.batch_sharding, masks=declared_masks(self._module))
+        let_records_pass(self.precision_plugin)
         self._module._device_mesh = self._device_mesh
         _upstream.never_in_inference_mode(self._trainer)
 
@@ -203,15 +203,15 @@ class LongContextStrategy(ModelParallelStrategy):
         return output
 
     def _run(self, step: str, contents: BatchContents, args: tuple, kwargs: dict[str, Any]) -> Any:
+        compare_batches(contents, self.mesh, self.root_device)
         # By way of the root's forward: parameters are gathered there, and Lightning calls steps.
-        with whole_attention(contents, self.degrees.context, step):
+        with whole_attention(contents, self.degrees, step):
             return self._forward_redirection(self._module, self._module, step, *args, **kwargs)
 
     def _randomness(self) -> AbstractContextManager:
-        if self.mesh.num_loss_ranks == 1:
-            return nullcontext()
         step = self._trainer.fit_loop.epoch_loop.total_batch_idx
-        return own_randomness(self._seed, self.mesh.loss_rank, step, self.root_device)
+        alone = self.mesh.num_loss_ranks == 1
+        return nullcontext() if alone else own_randomness(self._seed, self.mesh.loss_rank, step, self.root_device)
 
     def record_loss_count(self, count: Tensor | int) -> None:
         """Declare over how many of this rank's tokens the loss of the current training step is a mean.

@@ -1,5 +1,9 @@
-"""Tools for testing code that runs on many ranks: a gloo pool, an oracle, tolerances; shipped, as torch.testing is."""
+"""Tools for testing code that runs on many ranks: a gloo pool, an emulated cluster, an oracle, tolerances.
 
+Shipped, as torch.testing is.
+"""
+
+from lightning_longctx.testing.cluster import Cluster, ClusterUnavailableError, Place, why_unavailable
 from lightning_longctx.testing.failures import RankError
 from lightning_longctx.testing.nursery import Nursery
 from lightning_longctx.testing.oracle import attention_oracle, dense_mask, gather_shards, take_shard
@@ -29,8 +33,11 @@ __all__ = [
     "FLOAT32_GRAD",
     "FLOAT32_WEIGHTS",
     "FLOAT64",
+    "Cluster",
+    "ClusterUnavailableError",
     "GlooPool",
     "Nursery",
+    "Place",
     "RankError",
     "assert_all_close_relative",
     "assert_close_relative",
@@ -41,4 +48,5 @@ __all__ = [
     "relative_error",
     "take_shard",
     "tolerance",
+    "why_unavailable",
 ]

@@ -2,107 +2,80 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_longctx.attention import ring
 from lightning_longctx.attention.backends import choose_backend
-from lightning_longctx.attention.transport import Pending, count_bytes
+from lightning_longctx.attention.buffers import Buffers
+from lightning_longctx.attention.heads import local_sinks, pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from lightning_longctx.plan.choose import plan_attention
+from lightning_longctx.plan.communication import Communication
 from lightning_longctx.plan.mask import CAUSAL, Mask
-from lightning_longctx.plan.schedules import Hop
-from lightning_longctx.sequence.layout import LayoutName
-from lightning_longctx.testing.oracle import gather_shards, take_shard
+from lightning_longctx.sequence import Documents, LayoutName, SequenceRecord
+from lightning_longctx.testing.lockstep import LoopbackTransport, Mailbox, lockstep
+from lightning_longctx.testing.oracle import take_shard
 
 T = TypeVar("T")
 
 
-class Mailbox:
-    """Messages between ranks, in the order of sending on each (channel, source, target), as on a real link."""
-
-    def __init__(self) -> None:
-        self._queues: dict[tuple[str, int, int], deque[tuple[Hop, Tensor]]] = defaultdict(deque)
-
-    def put(self, hop: Hop, tensor: Tensor) -> None:
-        """Queue a copy, as the wire would."""
-        self._queues[hop.channel, hop.source, hop.target].append((hop, tensor.clone()))
-
-    def take(self, hop: Hop, buffer: Tensor) -> None:
-        """Deliver the next message of that link into ``buffer``.
-
-        Raises:
-            AssertionError: Nothing was sent yet (real ranks would hang), or another message comes first.
-        """
-        queue = self._queues[hop.channel, hop.source, hop.target]
-        assert queue, f"{hop} is waited for, but was not sent in an earlier slot: real ranks would hang"
-        sent, tensor = queue.popleft()
-        assert sent == hop, f"{hop} is waited for, but {sent} comes first on that link"
-        assert tensor.shape == buffer.shape and tensor.dtype == buffer.dtype, (
-            f"{hop}: {tensor.shape} into {buffer.shape}"
-        )
-        buffer.copy_(tensor)
-
-    def __len__(self) -> int:
-        """Messages never received."""
-        return sum(map(len, self._queues.values()))
-
-
-class LoopbackTransport:
-    """A ``Transport`` whose peers live in the same process."""
-
-    def __init__(self, mailbox: Mailbox, inner: int) -> None:
-        self.sent_bytes: Counter[str] = Counter()
-        self._mailbox = mailbox
-        self._inner = inner
-
-    def receive(self, hop: Hop, buffer: Tensor) -> Pending:
-        """See ``Transport.receive``."""
-        return _Receive(self._mailbox, hop, buffer)
-
-    def send(self, hop: Hop, tensor: Tensor) -> Pending:
-        """See ``Transport.send``."""
-        count_bytes(self.sent_bytes, hop, tensor, self._inner)
-        self._mailbox.put(hop, tensor)
-        return _Sent()
-
-
-class _Receive(NamedTuple):
-    mailbox: Mailbox
-    hop: Hop
-    buffer: Tensor
-
-    def wait(self) -> None:
-        self.mailbox.take(self.hop, self.buffer)
-
-
-class _Sent:
-    def wait(self) -> None:
-        """The mailbox took a copy."""
-
-
-def lockstep(passes: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Advance every rank's pass by one slot at a time until all end; all have the same number of slots."""
-    results: dict[int, T] = {}
-    while len(results) < len(passes):
-        for rank, steps in enumerate(passes):
-            try:
-                next(steps)
-            except StopIteration as end:
-                results[rank] = end.value
-    return [results[rank] for rank in range(len(passes))]
-
-
 class LoopbackResult(NamedTuple):
-    """Full, un-sharded tensors in global order, and bytes sent by link on every rank."""
+    """Full, un-sharded tensors in global order, and bytes sent by link on every rank (context-major, then head)."""
 
     out: Tensor
     dquery: Tensor
     dkey: Tensor
     dvalue: Tensor
+    dsinks: Tensor | None
     sent_bytes: tuple[Counter[str], ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What ``attention_over_ranks`` runs on.
+
+    Args:
+        layout: How to shard.
+        num_ranks: Context ranks.
+        inner: Ranks in an inner ring.
+        head: Head ranks.
+        documents: As in ``SequenceRecord``.
+        num_rows: As in ``SequenceRecord``.
+        communication: How keys and values travel.
+    """
+
+    layout: LayoutName
+    num_ranks: int
+    inner: int
+    head: int = 1
+    documents: Documents = ()
+    num_rows: int = 1
+    communication: Communication = Communication()
+
+    def records(self, length: int) -> list[list[SequenceRecord]]:
+        """By context rank and head rank."""
+        return [
+            [
+                SequenceRecord(
+                    length=length,
+                    layout=self.layout,
+                    num_ranks=self.num_ranks,
+                    inner_ring=self.inner,
+                    rank=rank,
+                    head=self.head,
+                    head_rank=head_rank,
+                    documents=self.documents,
+                    num_rows=self.num_rows,
+                )
+                for head_rank in range(self.head)
+            ]
+            for rank in range(self.num_ranks)
+        ]
 
 
 def attention_over_ranks(
@@ -110,50 +83,150 @@ def attention_over_ranks(
     key: Tensor,
     value: Tensor,
     grad: Tensor,
+    mesh: Mesh,
     *,
-    layout: LayoutName,
-    num_ranks: int,
-    inner: int,
     mask: Mask = CAUSAL,
+    sinks: Tensor | None = None,
     backend: str = "auto",
     scale: float | None = None,
 ) -> LoopbackResult:
     """Shard full tensors, run forward and backward on all ranks in lockstep, and join the results.
 
     Args:
-        query: [B, Hq, N, D]; key, value: [B, Hkv, N, D]; grad: gradient of the output, shaped like query.
-        key: See query.
-        value: See query.
-        grad: See query.
-        layout: How to shard.
-        num_ranks: Context ranks.
-        inner: Ranks in an inner ring.
+        query: [B, Hq, N, D].
+        key: [B, Hkv, N, D].
+        value: [B, Hkv, N, D].
+        grad: Gradient of the output, shaped like query.
+        mesh: Degrees, layout and documents.
         mask: Who sees whom.
+        sinks: [Hq].
         backend: Name of the backend.
         scale: Factor on the scores; None is ``D ** -0.5``.
     """
-    plans = [plan_attention(query.shape[2], layout, num_ranks, inner, rank, mask) for rank in range(num_ranks)]
-    shards = plans[0].shards
-    mailbox = Mailbox()
-    transports = [LoopbackTransport(mailbox, inner) for _ in plans]
-    engine = choose_backend(backend, query.device, query.dtype, query.shape[-1])
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    world = _World(mesh, query, key, mask, backend, query.shape[-1] ** -0.5 if scale is None else scale)
+    queries, keys, values, grads = (world.shard(tensor) for tensor in (query, key, value, grad))
+    queries, keys, values = world.to_heads(queries, keys, values)
+    (grads,) = world.to_heads(grads)
+    local = [None if sinks is None else local_sinks(sinks, mesh.head, u) for u in range(mesh.head)]
 
-    local = [[take_shard(tensor, ranges, 2) for tensor in (query, key, value, grad)] for ranges in shards]
-    results = lockstep(
-        [
-            ring.forward(p, t, engine, q, k, v, factor)
-            for p, t, (q, k, v, _) in zip(plans, transports, local, strict=True)
-        ]
+    outs = world.each(lambda e, r, u: ring.forward(e, queries[r][u], keys[r][u], values[r][u], local[u]))
+    results = world.each(
+        lambda e, r, u: ring.backward(e, grads[r][u], (queries[r][u], keys[r][u], values[r][u], *outs[r][u]), local[u])
     )
-    saved = [(q, k, v, out, lse) for (q, k, v, _), (out, lse) in zip(local, results, strict=True)]
-    grads = lockstep(
-        [
-            ring.backward(p, t, engine, tensors, shard[3], factor)
-            for p, t, tensors, shard in zip(plans, transports, saved, local, strict=True)
+    assert all(len(mailbox) == 0 for mailbox in world.mailboxes), "messages were sent and never received"
+    out = world.join(world.from_heads([[o[0] for o in row] for row in outs], query.shape[1]))
+    dquery = world.join(world.from_heads([[dq for dq, *_ in row] for row in results], query.shape[1]))
+    dkey = world.join(world.from_heads([[dk for _, dk, *_ in row] for row in results], key.shape[1]))
+    dvalue = world.join(world.from_heads([[dv for _, _, dv, _ in row] for row in results], key.shape[1]))
+    dsinks = None
+    if sinks is not None:
+        # Head ranks have other heads, context ranks other tokens.
+        by_rank = [torch.cat([part for *_, part in row if part is not None]) for row in results]
+        dsinks = torch.stack(by_rank).sum(0)
+    return LoopbackResult(out, dquery, dkey, dvalue, dsinks, world.sent_bytes())
+
+
+Grid = list[list[Tensor]]
+"""By context rank and head rank."""
+
+
+class _World:
+    """All ranks of a mesh: every head rank has a ring of its own."""
+
+    def __init__(self, mesh: Mesh, query: Tensor, key: Tensor, mask: Mask, backend: str, scale: float) -> None:
+        self.mesh = mesh
+        self.records = mesh.records(query.shape[2])
+        self.mailboxes = [Mailbox() for _ in range(mesh.head)]
+        engine = choose_backend(backend, query.device, query.dtype, query.shape[-1])
+        wire = getattr(torch, mesh.communication.dtype) if mesh.communication.dtype else None
+        buffers = Buffers()
+        self.engines = [
+            [
+                ring.Engine(
+                    plan=plan_attention(row[0], mask, mesh.communication),
+                    backend=engine,
+                    scale=scale,
+                    transport=LoopbackTransport(mailbox, mesh.inner),
+                    buffers=buffers,
+                    wire=wire,
+                )
+                for mailbox in self.mailboxes
+            ]
+            for row in self.records
         ]
-    )
-    assert len(mailbox) == 0, f"{len(mailbox)} messages were sent and never received"
-    out = gather_shards([result[0] for result in results], shards, 2)
-    dquery, dkey, dvalue = (gather_shards([rank[index] for rank in grads], shards, 2) for index in range(3))
-    return LoopbackResult(out, dquery, dkey, dvalue, tuple(transport.sent_bytes for transport in transports))
+
+    def shard(self, tensor: Tensor) -> Grid:
+        """What each rank holds, [B, H, t, D]."""
+        return [[_take_rows(tensor, record) for record in row] for row in self.records]
+
+    def join(self, grid: Grid) -> Tensor:
+        """Inverse of ``shard``."""
+        whole = torch.full((*grid[0][0].shape[:2], self.records[0][0].length, grid[0][0].shape[3]), float("nan"))
+        whole = whole.to(grid[0][0].dtype)
+        for records, parts in zip(self.records, grid, strict=True):
+            for record, part in zip(records, parts, strict=True):
+                _put_rows(whole, part, record)
+        return whole
+
+    def to_heads(self, *grids: Grid) -> list[Grid]:
+        """All-to-all of every context rank's head ranks, and rows one after another if they differ."""
+        degree, buffers = self.mesh.head, Buffers()
+        results: list[Grid] = [[] for _ in grids]
+        for rank in range(self.mesh.num_ranks):
+            tensors = [[grid[rank][u] for grid in grids] for u in range(degree)]
+            if degree > 1:
+                shapes = [tensor.shape for tensor in tensors[0]]
+                packed = [pack_heads(held, degree, buffers) for held in tensors]
+                tensors = [unpack_tokens(torch.stack([p[u] for p in packed]), shapes) for u in range(degree)]
+            for index, result in enumerate(results):
+                result.append([self._fold(held[index]) for held in tensors])
+        return results
+
+    def from_heads(self, grid: Grid, num_heads: int) -> Grid:
+        """Inverse of ``to_heads``; copies of a head are summed."""
+        degree, buffers = self.mesh.head, Buffers()
+        result: Grid = []
+        for row in grid:
+            tensors = [self._unfold(tensor) for tensor in row]
+            if degree > 1:
+                batch, _, tokens, width = tensors[0].shape
+                shape = (batch, num_heads, tokens // degree, width)
+                packed = [pack_tokens([tensor], degree, buffers) for tensor in tensors]
+                tensors = [unpack_heads(torch.stack([p[u] for p in packed]), [shape])[0] for u in range(degree)]
+            result.append(tensors)
+        return result
+
+    def each(self, make: Callable[[ring.Engine, int, int], Generator[None, None, T]]) -> list[list[T]]:
+        """One pass on all ranks, ring by ring."""
+        by_ring = [
+            lockstep([make(row[u], rank, u) for rank, row in enumerate(self.engines)]) for u in range(self.mesh.head)
+        ]
+        return [list(row) for row in zip(*by_ring, strict=True)]
+
+    def sent_bytes(self) -> tuple[Counter[str], ...]:
+        """Between context ranks."""
+        return tuple(engine.transport.sent_bytes for row in self.engines for engine in row if engine.transport)
+
+    def _fold(self, tensor: Tensor) -> Tensor:
+        if self.mesh.num_rows == 1:
+            return tensor
+        return tensor.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+
+    def _unfold(self, tensor: Tensor) -> Tensor:
+        if self.mesh.num_rows == 1:
+            return tensor
+        return tensor.transpose(1, 2).squeeze(0).unflatten(0, (self.mesh.num_rows, -1)).transpose(1, 2)
+
+
+def _take_rows(tensor: Tensor, record: SequenceRecord) -> Tensor:
+    rows = record.row_ranges
+    if len(rows) == 1:
+        return take_shard(tensor, rows[0], 2)
+    return torch.cat([take_shard(tensor[i : i + 1], ranges, 2) for i, ranges in enumerate(rows)])
+
+
+def _put_rows(whole: Tensor, part: Tensor, record: SequenceRecord) -> None:
+    rows = record.row_ranges
+    for i in range(whole.shape[0]):
+        positions = [position for piece in rows[i if len(rows) > 1 else 0] for position in piece]
+        whole[i, :, positions] = part[i]

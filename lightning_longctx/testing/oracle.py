@@ -6,13 +6,19 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_longctx.sequence import Ranges
 
 
 def attention_oracle(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention as the formula reads, in the dtype of its inputs; autograd gives the gradients.
 
@@ -22,10 +28,11 @@ def attention_oracle(
         v: Values ``[B, Hkv, Tk, Dv]``.
         mask: Bool, broadcastable to ``[B, Hq, Tq, Tk]``; True where a query sees a key. None is causal.
         scale: Factor on the scores; None is ``D ** -0.5``.
+        sinks: ``[Hq]``, one more logit per query head, of a key that every query sees and whose value is 0.
 
     Returns:
-        ``out [B, Hq, Tq, Dv]`` and ``lse [B, Hq, Tq]``, the log of the sum of exponentials. A query that sees no key
-        has out 0, lse -inf and passes no gradient on.
+        ``out [B, Hq, Tq, Dv]`` and ``lse [B, Hq, Tq]``, the log of the sum of exponentials, the sink's among them. A
+        query that sees no key has out 0, without a sink lse -inf, and passes no gradient on.
 
     Raises:
         ValueError: Heads that don't divide, or a causal mask for unequal lengths.
@@ -41,6 +48,10 @@ def attention_oracle(
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~mask, -math.inf)
     blind = ~mask.any(-1).broadcast_to(scores.shape[:-1])
+    if sinks is not None:
+        logits = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores, v = torch.cat([scores, logits], -1), F.pad(v, (0, 0, 0, 1))
+        blind = torch.zeros_like(blind)
     # The maximum cancels out of both results, so it needs no gradient; 0 keeps blind rows free of inf - inf.
     highest = scores.detach().amax(-1).masked_fill(blind, 0.0)
     weights = (scores - highest[..., None]).exp()

@@ -4,6 +4,7 @@ Both are pure. ``topology.mesh``, which makes the process groups, needs torch an
 """
 
 from lightning_longctx.topology.degrees import AXES, Degrees
+from lightning_longctx.topology.links import Links
 from lightning_longctx.topology.neighbours import CONTEXT, LOSS, axis_groups, axis_rank, group_of
 
-__all__ = ["AXES", "CONTEXT", "LOSS", "Degrees", "axis_groups", "axis_rank", "group_of"]
+__all__ = ["AXES", "CONTEXT", "LOSS", "Degrees", "Links", "axis_groups", "axis_rank", "group_of"]

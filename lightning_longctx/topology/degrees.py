@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, get_args
 
 AXES = ("data", "context_outer", "context_inner", "head", "tensor")
-"""Mesh axes, slowest first: ranks of one inner ring (and of one head and tensor group) are neighbours on a node."""
+"""Names of the mesh axes. ``Degrees.axes`` puts them in the order in which global ranks count."""
+
+Placement = Literal["head_first", "context_first"]
+_AXES_BY_PLACEMENT = {"head_first": AXES, "context_first": ("data", "head", "context_outer", "context_inner", "tensor")}
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,16 @@ class Degrees:
         context: Ranks that share one sequence; attention travels between them in a ring.
         inner_ring: Ranks of one inner ring of DoubleRing attention; must divide ``context``. Set it to the number of
             context ranks on a node. ``null`` is one flat ring of all context ranks.
-        head: Ranks that share attention heads (Ulysses). Not available yet: must be 1.
+        head: Ranks that share attention heads (Ulysses): around attention they trade tokens for heads, all with all.
+            Together with ``context`` they share one sequence. Must divide the query heads, and divide the key/value
+            heads or be a multiple of them.
         tensor: Ranks that share every weight matrix. Not available yet: must be 1.
+        placement: Which ranks are neighbours, and so on one node: ``head_first`` those of a head group, with the ring
+            going across; ``context_first`` those of a ring. The same if ``head`` or ``context`` is 1.
 
     Raises:
-        ValueError: A degree is not a positive integer, or ``inner_ring`` does not divide ``context``.
+        ValueError: A degree is not a positive integer, ``inner_ring`` does not divide ``context``, or the placement is
+            unknown.
     """
 
     data: int | Literal["auto"] = "auto"
@@ -31,11 +39,14 @@ class Degrees:
     inner_ring: int | None = None
     head: int = 1
     tensor: int = 1
+    placement: Placement = "head_first"
 
     def __post_init__(self) -> None:
+        if self.placement not in get_args(Placement):
+            raise ValueError(f"placement={self.placement!r} is unknown; choose one of {list(get_args(Placement))}.")
         for field in fields(self):
             value = getattr(self, field.name)
-            if (field.name, value) in (("data", "auto"), ("inner_ring", None)):
+            if field.name == "placement" or (field.name, value) in (("data", "auto"), ("inner_ring", None)):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name}={value!r} must be a positive integer.")
@@ -56,11 +67,17 @@ class Degrees:
         return self.context // self.inner
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """Mesh shape in the order of ``AXES``; needs a resolved ``data``."""
+    def axes(self) -> tuple[str, ...]:
+        """All axes, slowest first: global ranks count along the last one, then along the one before it."""
+        return _AXES_BY_PLACEMENT[self.placement]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Mesh shape in the order of ``axes``, data first; needs a resolved ``data``."""
         if self.data == "auto":
             raise ValueError("data='auto' has no size yet: call resolve(world_size) first.")
-        return (self.data, self.windows, self.inner, self.head, self.tensor)
+        sizes = (self.data, self.windows, self.inner, self.head, self.tensor)
+        return tuple(sizes[AXES.index(axis)] for axis in self.axes)
 
     def resolve(self, world_size: int) -> Degrees:
         """Fill in ``data`` and check that the degrees multiply to ``world_size``.
@@ -108,10 +125,11 @@ def check_head_degree(option: str, degree: int, num_heads: int, num_kv_heads: in
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}.")
     if not fits(degree):
-        allowed = [ranks for ranks in divisors(num_heads) if fits(ranks)]
+        allowed = " or ".join(str(ranks) for ranks in divisors(num_heads) if fits(ranks))
+        rule = f"divide {num_heads}, and divide {num_kv_heads} or be a multiple of it" if replicate else "divide both"
         raise ValueError(
-            f"{option}={degree} does not fit {num_heads} query heads and {num_kv_heads} key/value heads. "
-            f"Use {option}=" + " or ".join(str(ranks) for ranks in allowed) + "."
+            f"{option}={degree} does not fit {num_heads} query heads and {num_kv_heads} key/value heads: it must "
+            f"{rule}. Use {option}={allowed}."
         )
 
 

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_longctx._upstream import flatten_mesh
-from lightning_longctx.topology.degrees import AXES, Degrees
+from lightning_longctx.topology.degrees import Degrees
 from lightning_longctx.topology.neighbours import LOSS
 
 
@@ -18,7 +18,7 @@ class ParallelMesh:
 
     Args:
         degrees: Resolved degrees.
-        device_mesh: All ranks, five axes named as in ``topology.degrees.AXES``.
+        device_mesh: All ranks, five axes named and ordered as ``degrees.axes``.
         loss: The ranks among which tokens are split, flattened (data x context x head): parameters are replicated or
             sharded over it, and gradients, losses and token counts are summed over it.
     """
@@ -55,5 +55,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> ParallelMesh:
         degrees: Resolved degrees, which multiply to the world size.
         device_type: Such as ``"cpu"`` or ``"cuda"``.
     """
-    device_mesh = init_device_mesh(device_type, degrees.shape, mesh_dim_names=AXES)
-    return ParallelMesh(degrees, device_mesh, flatten_mesh(device_mesh, LOSS, "loss"))
+    # Axes in the order of ranks: a process group sorts its ranks, and places in a mesh must be places in its group.
+    device_mesh = init_device_mesh(device_type, degrees.shape, mesh_dim_names=degrees.axes)
+    loss = tuple(axis for axis in degrees.axes if axis in LOSS)
+    return ParallelMesh(degrees, device_mesh, flatten_mesh(device_mesh, loss, "loss"))

@@ -12,16 +12,16 @@ LOSS = ("data", "context_outer", "context_inner", "head")
 
 
 def axis_groups(degrees: Degrees, *axes: str) -> tuple[tuple[int, ...], ...]:
-    """Groups of *global* ranks that differ only on ``axes``, each in axis order (slowest first).
+    """Groups of *global* ranks that differ only on ``axes``, each in the order of ``degrees.axes``: ascending.
 
-    Window-major: on the two context axes a group lists window 0's ranks, then window 1's. Never use a position in
-    such a group as a peer for point-to-point calls without looking the global rank up here.
+    Window-major: on the two context axes a group lists window 0's ranks, then window 1's, whatever the placement. Never
+    use a position in such a group as a peer for point-to-point calls without looking the global rank up here.
     """
     unknown = set(axes) - set(AXES)
     if unknown:
         raise ValueError(f"unknown axes {sorted(unknown)}; the axes are {AXES}.")
-    inside = [AXES.index(axis) for axis in AXES if axis in axes]
-    outside = [index for index in range(len(AXES)) if index not in inside]
+    inside = [index for index, axis in enumerate(degrees.axes) if axis in axes]
+    outside = [index for index, axis in enumerate(degrees.axes) if axis not in axes]
     ranks = np.arange(np.prod(degrees.shape)).reshape(degrees.shape).transpose(*outside, *inside)
     size = int(np.prod([degrees.shape[index] for index in inside]))
     return tuple(tuple(int(rank) for rank in group) for group in ranks.reshape(-1, size))

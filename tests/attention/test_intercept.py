@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_long_be
 
 from lightning_longctx.attention import intercept
 from lightning_longctx.attention.intercept import intercepted
+from lightning_longctx.plan.mask import Mask
 from lightning_longctx.sequence.record import SequenceRecord
 
 SHARD = SequenceRecord(32, "zigzag", num_ranks=4, inner_ring=2, rank=1, ring="ring0")
@@ -18,11 +19,12 @@ def seen(monkeypatch):
     """Sequences that attention was called with, instead of calling it."""
     calls = []
 
-    def attend(query, key, value, *, sequence, scale):
+    def attend_masked(query, key, value, mask, *, sequence, scale):
+        assert mask == Mask(causal=True, isolate=False), "a plain call knows nothing of documents"
         calls.append((sequence, scale))
         return query
 
-    monkeypatch.setattr(intercept, "attend", attend)
+    monkeypatch.setattr(intercept, "attend_masked", attend_masked)
     return calls
 
 
@@ -77,6 +79,23 @@ def test_the_sequence_is_found_by_its_local_length(seen):
     with intercepted([SHARD, twin]), pytest.raises(ValueError, match="more than one of them fits"):
         F.scaled_dot_product_attention(*qkv(8), is_causal=True)
     assert seen == [(other, None)]
+
+
+def test_sequences_with_other_documents_are_not_confused(seen):
+    """Both have 8 tokens here, but a call does not say which of the two is meant."""
+    packed = SequenceRecord(32, "zigzag", 4, 2, 1, documents=(0, 20, 32), ring="ring0")
+    with intercepted([packed, SHARD]), pytest.raises(ValueError, match="more than one of them fits"):
+        F.scaled_dot_product_attention(*qkv(), is_causal=True)
+    with intercepted([packed, packed]):
+        F.scaled_dot_product_attention(*qkv(), is_causal=True)
+    assert seen == [(packed, None)]
+
+
+def test_head_ranks_alone_are_a_spread_sequence(seen):
+    shard = SequenceRecord(32, head=4, head_rank=1, ring="ring0")
+    with intercepted([shard]):
+        F.scaled_dot_product_attention(*qkv(), is_causal=True)
+    assert seen == [(shard, None)]
 
 
 def test_multihead_attention_is_honoured_or_refused(seen):

@@ -3,6 +3,7 @@
 import torch
 
 from lightning_longctx.attention.merge import RunningSoftmax, merge_
+from lightning_longctx.plan.stacks import Span
 from lightning_longctx.testing.oracle import attention_oracle
 
 INF = float("inf")
@@ -20,7 +21,8 @@ def test_parts_of_the_keys_merge_to_the_whole_in_any_order():
             # keys one by one as [1-key] attention: out is the value, lse the score
             for index in range(keys.start, keys.stop):
                 score = (query * key[:, :, index : index + 1]).sum(-1) * 0.5
-                running.add(0, 6, value[:, :, index : index + 1].expand(1, 2, 6, 4).clone(), score)
+                out = value[:, :, index : index + 1].expand(1, 2, 6, 4).clone()
+                running.add(Span(0, 6, 1, 0), out, score)
         out, lse = running.result()
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(lse, expected_lse)

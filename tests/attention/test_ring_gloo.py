@@ -4,19 +4,21 @@ import pytest
 import torch
 
 from lightning_longctx.plan.choose import plan_attention
+from lightning_longctx.plan.communication import Communication
 from lightning_longctx.plan.counts import sent_bytes
-from lightning_longctx.testing.oracle import gather_shards
-from lightning_longctx.testing.tolerances import assert_close_relative, tolerance
+from lightning_longctx.testing.tolerances import FLOAT64, tolerance
 from lightning_longctx.topology.degrees import Degrees
 from lightning_longctx.topology.neighbours import CONTEXT, axis_groups
 from tests.attention.ring_calls import (
     checkpointed,
+    checkpointed_with_kept_keys,
+    compiled,
     imported_attention,
     opcheck_on_rank,
     plain_attention,
     ring_attention,
 )
-from tests.attention.test_loopback_parity import inputs, oracle
+from tests.attention.whole import check, inputs, join, oracle, sinks_of
 
 MESHES = [
     (2, dict(context=2)),
@@ -31,31 +33,22 @@ MESHES = [
 ]
 
 
-def join(results, degrees, layout, length):
-    """Full tensors of every context group, each joined over its ranks."""
-    shards = plan_attention(length, layout, degrees.context, degrees.inner, 0).shards
-    for members in axis_groups(degrees, *CONTEXT):
-        group = [results[rank] for rank in members]
-        yield [gather_shards([result[index] for result in group], shards, 2) for index in range(4)]
-
-
 @pytest.mark.parametrize(("world", "degrees"), MESHES)
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 def test_values_gradients_and_bytes(gloo, world, degrees, layout):
     length, dtype = 37, torch.float64
     tensors = inputs(length, dtype, batch=2)
-    results = gloo(world).run(ring_attention, degrees, layout, tensors)
-    degrees = Degrees(**degrees).resolve(world)
-    for joined in join(results, degrees, layout, length):
-        for index, (actual, expected) in enumerate(zip(joined, oracle(*tensors), strict=True)):
-            assert_close_relative(actual, expected, f"tensor {index}", tolerance(dtype))
+    communication = Communication("double_ring")
+    results = gloo(world).run(ring_attention, degrees, layout, tensors, communication=communication)
+    expected = oracle(*tensors)
+    for members in axis_groups(Degrees(**degrees).resolve(world), *CONTEXT):
+        check(join([results[rank] for rank in members]), expected, FLOAT64)
     per_token = 2 * 2 * 2 * 8 * 8  # keys and values, batch 2, 2 heads of 8, 8 bytes
-    for members in axis_groups(degrees, *CONTEXT):
-        for place, rank in enumerate(members):
-            plan = plan_attention(length, layout, degrees.context, degrees.inner, place)
-            hops = (*plan.forward.sent, *plan.backward.sent)
-            planned = sent_bytes(hops, plan.shards, degrees.inner, key_bytes=per_token, gradient_bytes=per_token)
-            assert results[rank][4] == planned
+    for record, _, sent in results:
+        plan = plan_attention(record, communication=communication)
+        hops = (*plan.forward.sent, *plan.backward.sent)
+        sizes = dict(key_bytes=per_token, gradient_bytes=per_token)
+        assert sent == sent_bytes(hops, plan.ring.parcels, record.inner_ring, **sizes)
 
 
 def test_far_apart_shards_on_two_ranks(gloo):
@@ -63,10 +56,11 @@ def test_far_apart_shards_on_two_ranks(gloo):
     key = torch.full((1, 1, 8, 4), 30.0)
     key[:, :, 4:] = -30.0
     tensors = [torch.ones(1, 1, 8, 4), key, torch.arange(32.0).sin().reshape(1, 1, 8, 4), torch.ones(1, 1, 8, 4)]
-    results = gloo(2).run(ring_attention, dict(context=2), "contiguous", tensors)
-    (joined,) = join(results, Degrees(1, 2), "contiguous", 8)
-    for actual, expected in zip(joined, oracle(*tensors), strict=True):
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    for mask in ((True, None), (False, None)):
+        results = gloo(2).run(ring_attention, dict(context=2), "contiguous", tensors, mask=mask)
+        everything = None if mask[0] else torch.ones(8, 8, dtype=torch.bool)
+        for actual, expected in zip(join(results), oracle(*tensors, everything), strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", [plain_attention, imported_attention])
@@ -74,21 +68,43 @@ def test_checkpointed_plain_attention_is_recomputed_over_the_ring(gloo, attentio
     """In backward the interception must be open too: otherwise gradients are those of the shard alone."""
     tensors = inputs(16, torch.float64)
     results = gloo(2).run(checkpointed, dict(context=2), "zigzag", tensors, attention)
-    (joined,) = join(results, Degrees(1, 2), "zigzag", 16)
-    for actual, expected in zip(joined, oracle(*tensors), strict=True):
-        assert_close_relative(actual, expected, rtol=1e-10)
-    assert [result[4] for result in results] == [2, 2]
+    check(join(results), oracle(*tensors), FLOAT64)
+    assert [result[2] for result in results] == [2, 2]
+
+
+def test_selective_checkpointing_keeps_out_lse_and_what_came_and_never_repeats_the_ring(gloo):
+    """Kept keys are an output of the op: saved with the others, they are there in backward without being sent again."""
+    tensors, sinks, degrees = inputs(16, torch.float64), sinks_of(4), dict(context=4, inner_ring=2)
+    sent = {}
+    for how in ("none", "whole", "selective"):
+        results = gloo(4).run(checkpointed_with_kept_keys, degrees, "zigzag", tensors, sinks, how)
+        query, key, value, grad = tensors
+        out, dquery, *rest = oracle(query * 1.5, key, value, 2 * grad, sinks=sinks)
+        check(join(results), (2 * out, 1.5 * dquery, *rest), FLOAT64, how)
+        sent[how] = [result[2] for result in results]
+    assert sent["selective"] == sent["none"]
+    assert all(twice["outer"] > once["outer"] for twice, once in zip(sent["whole"], sent["none"], strict=True))
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_compiles_over_a_ring(gloo, keep_kv):
+    tensors, sinks, degrees = inputs(16, torch.float64), sinks_of(4), dict(context=4, inner_ring=2)
+    results = gloo(4).run(compiled, degrees, "zigzag", tensors, sinks, keep_kv)
+    query, key, value, grad = tensors
+    out, dquery, *rest = oracle(query * 1.5, key, value, 2 * grad, sinks=sinks)
+    check(join(results), (2 * out, 1.5 * dquery, *rest), FLOAT64)
 
 
 def test_autocast_narrows_like_pytorchs_own_attention(gloo):
     tensors = inputs(16, torch.float32)
     results = gloo(2).run(ring_attention, dict(context=2), "zigzag", tensors, dtype=torch.bfloat16)
-    (joined,) = join(results, Degrees(1, 2), "zigzag", 16)
+    joined = join(results)
     assert joined[0].dtype == torch.bfloat16 and joined[1].dtype == torch.float32
-    for index, (actual, expected) in enumerate(zip(joined, oracle(*tensors), strict=True)):
-        assert_close_relative(actual, expected, rtol=2 * tolerance(torch.bfloat16, grad=index > 0))
+    check(joined, oracle(*tensors), (2 * tolerance(torch.bfloat16), 2 * tolerance(torch.bfloat16, grad=True)))
 
 
-def test_the_op_passes_opcheck_between_processes(gloo):
-    for result in gloo(2).run(opcheck_on_rank, 16):
+@pytest.mark.parametrize(("world", "degrees"), [(2, dict(context=2)), (4, dict(context=4, inner_ring=2))])
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_the_op_passes_opcheck_between_processes(gloo, world, degrees, keep_kv):
+    for result in gloo(world).run(opcheck_on_rank, 16, degrees, keep_kv):
         assert set(result.values()) == {"SUCCESS"}

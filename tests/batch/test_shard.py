@@ -247,3 +247,17 @@ def test_checksum_tells_samples_and_their_order_apart() -> None:
     ranks = [Sharding("zigzag", 2, 2, rank) for rank in range(2)]
     batch = {"input_ids": torch.arange(8)[None]}
     assert len({shard_batch(batch, rank)["sequence"].checksum for rank in ranks}) == 1
+
+
+def test_checksums_tell_batches_apart() -> None:
+    """Sums of tokens times places would be equal for all but the first two."""
+    ids = torch.full((1, 50), 9)
+    swapped = ids.clone()
+    ids[0, :3], swapped[0, :3] = torch.tensor([5, 5, 5]), torch.tensor([6, 3, 6])
+    packed = [torch.cat([torch.arange(n) for n in lengths])[None] for lengths in ([10, 10, 10, 20], [11, 7, 13, 19])]
+    batches = [{"input_ids": ids}, {"input_ids": swapped}, {"input_ids": torch.cat([ids, ids], 1)}]
+    batches += [{"input_ids": ids, "position_ids": positions} for positions in packed]
+    batches += [{"inputs_embeds": torch.zeros(1, length, 2)} for length in (40, 48)]
+    checksums = [shard_batch(batch, Sharding())["sequence"].checksum for batch in batches]
+    assert len(set(checksums)) == len(checksums)
+    assert checksums[0] == shard_batch(batches[0], Sharding(num_ranks=2, rank=1))["sequence"].checksum

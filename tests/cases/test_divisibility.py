@@ -17,6 +17,7 @@ from lightning_longctx.batch import ShardCollate, Sharding
 from lightning_longctx.loss import token_cross_entropy
 from lightning_longctx.models import Decoder
 from lightning_longctx.sequence import LAYOUTS, layout_ranges, padded_length, padding_multiple
+from lightning_longctx.sequence.ranges import zigzag_chunks
 from tests.cases.tiny import (
     LEARNING_RATE,
     TINY,
@@ -39,8 +40,8 @@ def test_the_factor_is_the_least_that_makes_all_pieces_even(layout: Any, context
 
     def even(length: int) -> bool:
         sizes = [[len(piece) for piece in shard] for shard in layout_ranges(layout, length, context)]
-        chunks = {size for shard in sizes for size in shard}
-        alike = layout != "zigzag" or (len(chunks) == 1 and all(len(shard) == 2 for shard in sizes))
+        chunks = {len(chunk) for shard in zigzag_chunks(range(length), context) for chunk in shard}
+        alike = layout != "zigzag" or (len(chunks) == 1 and 0 not in chunks)
         totals = {sum(shard) for shard in sizes}
         return alike and len(totals) == 1 and totals.pop() % (head * tensor) == 0
 

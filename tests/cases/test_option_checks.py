@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -17,10 +18,18 @@ from tests.cases.tiny import QUIET
 @pytest.mark.parametrize(
     ("degrees", "heads", "message"),
     [
-        (dict(tensor=4), (8, 2), r"tensor=4 does not fit 8 query heads and 2 key/value heads. Use tensor=1 or 2\."),
-        (dict(head=4), (6, 6), r"head=4 does not fit 6 query heads and 6 key/value heads. Use head=1 or 2 or 3 or 6\."),
+        (
+            dict(tensor=4),
+            (8, 2),
+            r"tensor=4 does not fit 8 .* and 2 .*: it must divide both. Use tensor=1 or 2\.",
+        ),
+        (
+            dict(head=4),
+            (6, 6),
+            r"head=4 does not fit 6 query heads and 6 key.* Use head=1 or 2 or 3 or 6\.",
+        ),
         (dict(head=4), (6, 2), r"head=4 does not fit 6 query heads and 2 .* Use head=1 or 2 or 6\."),
-        (dict(head=12), (16, 8), r"head=12 does not fit 16 query heads and 8 .* Use head=1 or 2 or 4 or 8 or 16\."),
+        (dict(head=12), (16, 8), r"divide 16, and divide 8 or be a multiple of it. Use head=1 or 2 or 4 or 8 or 16\."),
         (dict(head=3, tensor=2), (8, 8), r"head=3 does not fit 4 query heads and 4 .* Use head=1 or 2 or 4\."),
         (dict(tensor=3, head=2), (8, 8), r"tensor=3 does not fit 8 query heads"),
     ],
@@ -75,7 +84,9 @@ WRONG = [
     (dict(context=2.0), ["context=2.0", "positive integer"]),
     (dict(context="2"), ["context='2'", "positive integer"]),
     (dict(data=True), ["data=True", "positive integer"]),
-    (dict(context=2, head=2), ["head=2", "head=1"]),
+    (dict(context=2, head=4), ["context=2", "head=4", "= 8", "4 processes"]),
+    (dict(head=0), ["head=0", "positive integer"]),
+    (dict(head=2, placement="ring_first"), ["placement='ring_first'", "head_first", "context_first"]),
     (dict(context=2, tensor=2), ["tensor=2", "tensor=1"]),
 ]
 RIGHT = [
@@ -87,6 +98,9 @@ RIGHT = [
     dict(data=2, context=2),
     dict(data=1, context=4, inner_ring=4),
     dict(data=4),
+    dict(head=4),
+    dict(context=2, head=2),
+    dict(context=2, head=2, placement="context_first"),
 ]
 
 
@@ -115,7 +129,7 @@ def test_wrong_degrees_are_refused_by_every_rank_by_itself(gloo: Any, only_rank:
             assert isinstance(message, str) and all(part in message for part in parts), (options, message)
         for options, shape in zip(RIGHT, found[len(WRONG) :], strict=True):
             assert isinstance(shape, tuple), (options, shape)
-            assert shape[0] * shape[1] * shape[2] == 4
+            assert math.prod(shape) == 4
         if only_rank is None:
             assert found == by_rank[0]
 

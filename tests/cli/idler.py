@@ -18,6 +18,9 @@ class Idler:
     def where(self) -> tuple[int, int, str, int]:
         return self.rank, os.getpid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 
+    def variables(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
     def fail_on_rank_1(self) -> None:
         if self.rank == 1:
             raise ArithmeticError("one is wrong")

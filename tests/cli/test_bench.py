@@ -12,13 +12,15 @@ from torch import Tensor
 
 from lightning_longctx.cli import main
 from lightning_longctx.cli.bench.attention import AttentionBench
-from lightning_longctx.cli.bench.attention_systems import AttentionCase, SingleProcess
+from lightning_longctx.cli.bench.attention_case import AttentionCase
+from lightning_longctx.cli.bench.attention_systems import sequence_record
 from lightning_longctx.cli.bench.gate import WrongResultError, errors, refuse_wrong
 from lightning_longctx.cli.bench.measure import Measured, measure, num_stages
 from lightning_longctx.cli.bench.memory import peak_growth
 from lightning_longctx.cli.bench.ranks import RankFailedError, Ranks
 from lightning_longctx.cli.bench.report import doubts, duration, footnotes, size
 from lightning_longctx.cli.bench.rows import COLUMNS, Row, efficiency, num_cores, write_csv
+from lightning_longctx.cli.bench.single_process import SingleProcess
 from lightning_longctx.cli.bench.systems import Job
 from lightning_longctx.plan import plan_attention
 from lightning_longctx.plan.counts import sent_bytes
@@ -43,9 +45,9 @@ def planned_bytes(case: AttentionCase) -> list[Counter[str]]:
     inner = case.degrees.inner
     counts = []
     for rank in range(case.ranks):
-        plan = plan_attention(case.tokens, case.layout, case.ranks, inner, rank)
+        plan = plan_attention(sequence_record(case, rank), case.visible.mask, case.communication)
         hops = (*plan.forward.sent, *plan.backward.sent)
-        counts.append(sent_bytes(hops, plan.shards, inner, key_bytes=token, gradient_bytes=token))
+        counts.append(sent_bytes(hops, plan.ring.parcels, inner, key_bytes=token, gradient_bytes=token))
     return counts
 
 
@@ -60,21 +62,26 @@ class HalfGradient(SingleProcess):
         return replace(job, run=lambda: (found := job.run()) | {"dk": found["dk"] / 2})
 
 
-def test_attention_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("mask", "layout"), [("causal", "zigzag"), ("window:20", "contiguous"), ("documents:32", "balanced")]
+)
+def test_attention_end_to_end(mask: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.csv"
-    sizes = {"ranks": 4, "inner_ring": 2, "tokens": 139, "heads": 4, "kv_heads": 2, "width": 16}
+    sizes: dict[str, object] = {"ranks": 4, "inner_ring": 2, "tokens": 139, "heads": 4, "kv_heads": 2, "width": 16}
+    sizes |= {"mask": mask, "layout": layout, "schedule": "double_ring"}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     main(["bench", "attention", *options, "--repeats", "2", "--csv", str(file)])
     printed = capsys.readouterr().out
     assert "single" in printed and "longctx" in printed and "139 tokens" in printed
 
     assert file.read_text().splitlines()[0] == HEADER
-    single, longctx = csv.DictReader(file.open(newline=""))
+    single, *alone, longctx = csv.DictReader(file.open(newline=""))
+    assert [row["system"] for row in alone] == ([] if mask == "causal" else ["longctx-1"])
     assert (single["system"], single["ranks"], single["layout"], single["schedule"]) == ("single", "1", "", "")
-    assert (longctx["system"], longctx["ranks"], longctx["layout"]) == ("longctx", "4", "zigzag")
-    assert longctx["schedule"] == "double 2x2"
-    for row in (single, longctx):
-        assert {row["case"], row["dtype"], row["mask"]} == {"attention", "float32", "causal"}
+    assert (longctx["system"], longctx["ranks"], longctx["layout"]) == ("longctx", "4", layout)
+    assert longctx["schedule"] == "double"
+    for row in (single, *alone, longctx):
+        assert {row["case"], row["dtype"], row["mask"]} == {"attention", "float32", mask}
         assert [row[name] for name in ("tokens", "heads", "kv_heads", "width")] == ["139", "4", "2", "16"]
         assert row["seconds_single"] == single["seconds_median"]
     assert float(single["efficiency"]) == 1.0
@@ -84,7 +91,8 @@ def test_attention_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     planned = planned_bytes(case_of(**sizes))
     assert float(longctx["bytes_sent_mean"]) == pytest.approx(sum(c.total() for c in planned) / 4)
     assert int(longctx["bytes_sent_max"]) == max(c.total() for c in planned)
-    assert int(longctx["bytes_outer_max"]) == max(c["outer"] for c in planned) > 0
+    assert int(longctx["bytes_outer_max"]) == max(c["outer"] for c in planned)
+    assert mask == "documents:32" or max(c["outer"] for c in planned) > 0
     assert single["bytes_sent_max"] == single["bytes_outer_max"] == "0"
 
 
@@ -109,6 +117,24 @@ def test_a_wrong_option_is_named_before_anything_starts(
         main(["bench", "attention", *options])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], (False, False)),
+        (["--peers"], (True, False)),
+        (["--peers", "--keep_kv", "--ranks", "2"], (True, True)),
+        (["--peers", "false", "--keep_kv=true"], (False, True)),
+    ],
+)
+def test_a_switch_needs_no_value(
+    words: list[str], expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(AttentionBench, "run", lambda self: seen.append((self.peers, self.keep_kv)))
+    main(["bench", "attention", *words])
+    assert seen == [expected]
 
 
 def test_a_bench_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,13 @@ def test_concat_cuts_the_joined_documents(spans: Spans, seq_len: int) -> None:
 
 
 @given(spans_of_documents, seq_lens)
+def test_packed_cuts_as_concat_and_keeps_documents_apart(spans: Spans, seq_len: int) -> None:
+    packed, concat = pack("packed", spans, seq_len), pack("concat", spans, seq_len)
+    assert places(packed) == places(concat)
+    assert (packed.isolated, concat.isolated, pack("document", spans, seq_len).isolated) == (True, False, False)
+
+
+@given(spans_of_documents, seq_lens)
 def test_document_cuts_every_document_by_itself(spans: Spans, seq_len: int) -> None:
     expected = []
     for start, stop in spans.tolist():

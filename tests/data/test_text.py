@@ -62,6 +62,21 @@ def test_train_and_validation_share_no_token(folder: Path, packing: str) -> None
     assert len(set(train) | set(validation)) == len(train) + len(validation) > 0.9 * sum(map(len, TEXTS.values()))
 
 
+def test_packed_windows_are_those_of_concat_with_positions_of_documents(folder: Path) -> None:
+    packed, concat = (ready(folder, packing=name, batch_size=2).val_dataloader() for name in ("packed", "concat"))
+    restarts = 0
+    for batch, other in zip(packed, concat, strict=True):
+        assert batch["position_ids"].dtype == torch.int64 and "position_ids" not in other
+        assert torch.equal(batch["input_ids"], other["input_ids"])
+        for tokens, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+            expected = 0
+            for token, position in zip(tokens, positions, strict=True):
+                assert position == expected
+                expected = 0 if token == 256 else expected + 1  # every document ends with its own token
+            restarts += positions.count(0) - 1
+    assert restarts > 5
+
+
 def places(packing: Packing) -> Iterator[int]:
     return (place for index in range(len(packing)) for piece in packing.pieces(index) for place in piece)
 
@@ -109,7 +124,7 @@ def test_workers_give_the_same_samples(folder: Path) -> None:
     assert texts(loader) == texts(ready(folder, packing="document").val_dataloader())
 
 
-@pytest.mark.parametrize("packing", ["concat", "document"])
+@pytest.mark.parametrize("packing", ["concat", "packed", "document"])
 def test_spawned_workers_get_a_small_pickle(folder: Path, packing: str) -> None:
     loader: Any = ready(folder, packing=packing).val_dataloader()
     pickled = pickle.dumps((loader.dataset, loader.collate_fn))

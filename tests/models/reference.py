@@ -25,7 +25,10 @@ def rotate(x: Tensor, position_ids: Tensor, base: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def attention(x: Tensor, weights: Weights, position_ids: Tensor, config: DecoderConfig) -> Tensor:
+def attention(
+    x: Tensor, weights: Weights, position_ids: Tensor, config: DecoderConfig, window: int | None = None
+) -> Tensor:
+    """Rows are one document each."""
     batch, length, _ = x.shape
 
     def heads(name: str, count: int) -> Tensor:
@@ -36,8 +39,13 @@ def attention(x: Tensor, weights: Weights, position_ids: Tensor, config: Decoder
     sharers = config.num_heads // config.kv_heads
     key, value = (x.repeat_interleave(sharers, dim=1) for x in (key, heads("value", config.kv_heads)))
     scores = query @ key.transpose(-1, -2) / math.sqrt(config.head_size)
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    found = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    unseen = (distance < 0) | (distance >= (length if window is None else window))
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if config.sinks:
+        sinks = weights["sinks"][:, None, None].expand(batch, -1, length, 1)
+        scores = torch.cat((scores, sinks), -1)
+    found = scores.softmax(-1)[..., :length] @ value
     return found.transpose(1, 2).reshape(batch, length, -1) @ weights["output.weight"].T
 
 
@@ -46,16 +54,19 @@ def mlp(x: Tensor, weights: Weights) -> Tensor:
     return (gate / (1 + (-gate).exp()) * (x @ weights["up.weight"].T)) @ weights["down.weight"].T
 
 
-def block(x: Tensor, weights: Weights, position_ids: Tensor, config: DecoderConfig) -> Tensor:
+def block(
+    x: Tensor, weights: Weights, position_ids: Tensor, config: DecoderConfig, window: int | None = None
+) -> Tensor:
     normed = rms_norm(x, weights["attention_norm.weight"], config.norm_eps)
-    x = x + attention(normed, below(weights, "attention."), position_ids, config)
+    x = x + attention(normed, below(weights, "attention."), position_ids, config, window)
     return x + mlp(rms_norm(x, weights["mlp_norm.weight"], config.norm_eps), below(weights, "mlp."))
 
 
 def decoder(input_ids: Tensor, position_ids: Tensor, weights: Weights, config: DecoderConfig) -> Tensor:
     x = weights["embedding.weight"][input_ids]
     for layer in range(config.num_layers):
-        x = block(x, below(weights, f"blocks.{layer}."), position_ids, config)
+        window = config.windows[layer % len(config.windows)]
+        x = block(x, below(weights, f"blocks.{layer}."), position_ids, config, window)
     head = weights["embedding.weight" if config.tie_embeddings else "head.weight"]
     return rms_norm(x, weights["norm.weight"], config.norm_eps) @ head.T
 

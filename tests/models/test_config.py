@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_longctx.models import DecoderConfig
+from lightning_longctx.plan.mask import Mask
 
 
 def test_defaults_follow_from_width_and_heads() -> None:
@@ -19,6 +20,14 @@ def test_defaults_follow_from_width_and_heads() -> None:
 
 def test_mlp_width_of_a_large_model() -> None:
     assert DecoderConfig(width=4096, num_heads=32).mlp_size == 10944  # 10922.67 rounded up to a multiple of 64
+
+
+def test_windows_are_cycled_over_the_layers() -> None:
+    config = DecoderConfig(num_layers=3, windows=[8, None])  # type: ignore[arg-type]
+    assert config.layer_windows == (8, None, 8)
+    assert config.attention_masks == (Mask(window=8), Mask(), Mask(window=8))
+    assert DecoderConfig(num_layers=2).attention_masks == (Mask(), Mask())
+    assert hash(config) == hash(DecoderConfig(num_layers=3, windows=(8, None)))
 
 
 def test_config_is_frozen() -> None:
@@ -41,6 +50,10 @@ def test_config_is_frozen() -> None:
         ({"rope_base": 1.0}, "rope_base=1.0"),
         ({"rope_base": float("nan")}, "rope_base=nan"),
         ({"norm_eps": 0.0}, "norm_eps=0.0"),
+        ({"windows": []}, r"windows=\[\] must be a list of positive integers or null"),
+        ({"windows": [0]}, r"windows=\[0\]"),
+        ({"windows": [True]}, r"windows=\[True\]"),
+        ({"windows": [8, None], "num_layers": 1}, r"windows=\[8, None\].*one to num_layers=1 entries"),
     ],
 )
 def test_what_does_not_fit_names_the_option(options: dict[str, Any], message: str) -> None:

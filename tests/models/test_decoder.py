@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,15 +67,23 @@ def test_attention(num_kv_heads: int | None, head_width: int | None) -> None:
     assert_same(Attention(config), formula, random_states(), angles(config))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_with_window_and_sinks(window: int | None, sinks: bool) -> None:
+    config = DecoderConfig(width=16, num_heads=4, num_kv_heads=2, sinks=sinks)
+    formula = lambda x, w: reference.attention(x, w, POSITIONS, config, window)  # noqa: E731
+    assert_same(Attention(config, window), formula, random_states(), angles(config))
+
+
 def test_block() -> None:
     assert_same(Block(TINY), lambda x, w: reference.block(x, w, POSITIONS, TINY), random_states(), angles())
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_decoder(tied: bool) -> None:
-    config = DecoderConfig(
-        vocab_size=32, width=16, num_layers=2, num_heads=4, num_kv_heads=2, norm_eps=1e-4, tie_embeddings=tied
-    )
+@pytest.mark.parametrize("more", [{}, {"windows": (2, None), "sinks": True, "num_layers": 3}], ids=["plain", "mixed"])
+def test_decoder(tied: bool, more: dict[str, Any]) -> None:
+    shape = dict(vocab_size=32, width=16, num_layers=2, num_heads=4, num_kv_heads=2, norm_eps=1e-4)
+    config = DecoderConfig(**{**shape, "tie_embeddings": tied, **more})  # type: ignore[arg-type]
     input_ids = torch.randint(32, (2, 7))
     assert_same(Decoder(config), lambda x, w: reference.decoder(x, POSITIONS, w, config), input_ids, POSITIONS)
 
@@ -98,17 +107,23 @@ def test_missing_or_misshapen_positions_are_refused() -> None:
         model(input_ids, torch.arange(8)[None])
 
 
-def test_attention_is_given_the_sequence_record(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_is_given_record_window_and_sinks(monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
     seen = []
 
-    def spy(query: Tensor, key: Tensor, value: Tensor, *, sequence: SequenceRecord | None = None) -> Tensor:
-        seen.append((query.shape, key.shape, value.shape, sequence))
+    def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.append(((query.shape, key.shape, value.shape), options))
         return query
 
     monkeypatch.setattr("lightning_longctx.models.decoder.attend", spy)
     record = SequenceRecord(length=14, num_ranks=2, rank=1)
-    Decoder(TINY)(torch.zeros(2, 7, dtype=torch.int64), POSITIONS, record)
-    assert seen == [((2, 4, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4), record)] * TINY.num_layers
+    model = Decoder(DecoderConfig(**{**vars(TINY), "num_layers": 3, "windows": (5, None), "sinks": sinks}))
+    model(torch.zeros(2, 7, dtype=torch.int64), POSITIONS, record)
+    assert [shapes for shapes, _ in seen] == [((2, 4, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4))] * 3
+    for (_, options), window, block in zip(seen, (5, None, 5), model.blocks, strict=True):
+        assert options.keys() == {"sequence", "window", "sinks"}
+        assert (options["sequence"], options["window"]) == (record, window)
+        assert options["sinks"] is block.attention.sinks and (options["sinks"] is not None) == sinks
 
 
 @pytest.mark.parametrize("mode", ["true", "mixed"])
@@ -127,3 +142,5 @@ def test_number_of_parameters() -> None:
     assert Decoder(TINY).num_parameters == 2 * 32 * 16 + 2 * per_block + 16
     tied = DecoderConfig(**{**vars(TINY), "tie_embeddings": True})
     assert Decoder(tied).num_parameters == 32 * 16 + 2 * per_block + 16
+    sinks = DecoderConfig(**{**vars(TINY), "sinks": True})
+    assert Decoder(sinks).num_parameters == 2 * 32 * 16 + 2 * (per_block + 4) + 16

@@ -27,9 +27,10 @@ def test_weights_start_with_documented_deviations() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("way", ["own", "lightning"])
-def test_meta_device_gives_the_same_start(way: str, tied: bool) -> None:
-    config = DecoderConfig(**{**vars(WIDE), "num_layers": 2, "tie_embeddings": tied})
+def test_meta_device_gives_the_same_start(way: str, sinks: bool, tied: bool) -> None:
+    config = DecoderConfig(**{**vars(WIDE), "num_layers": 2, "tie_embeddings": tied, "sinks": sinks})
     torch.manual_seed(5)
     expected = Decoder(config)
     with torch.device("meta"):
@@ -45,6 +46,21 @@ def test_meta_device_gives_the_same_start(way: str, tied: bool) -> None:
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
     input_ids, position_ids = torch.randint(500, (1, 9)), torch.arange(50, 59)[None]
     torch.testing.assert_close(model(input_ids, position_ids), expected(input_ids, position_ids), rtol=0, atol=0)
+
+
+def test_sinks_start_at_zero_and_leave_the_other_draws_alone() -> None:
+    torch.manual_seed(1)
+    plain = Decoder(WIDE).state_dict()
+    torch.manual_seed(1)
+    model = Decoder(DecoderConfig(**{**vars(WIDE), "sinks": True}))
+    with torch.no_grad():
+        model.blocks[0].attention.sinks.fill_(3.0)
+    torch.manual_seed(1)
+    model.reset_parameters()
+    state = model.state_dict()
+    sinks = {name: state.pop(name) for name in list(state) if name.endswith("attention.sinks")}
+    assert len(sinks) == WIDE.num_layers and all(value.tolist() == [0.0] * 4 for value in sinks.values())
+    torch.testing.assert_close(state, plain, rtol=0, atol=0)
 
 
 def test_no_buffer_can_be_lost_or_rounded() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_longctx import CausalLM, Degrees, LongContextStrategy
 from lightning_longctx.callbacks.gradient_norm import gradient_norm, whole
 from lightning_longctx.models import Decoder, DecoderConfig
+from lightning_longctx.plan.communication import Communication
+from lightning_longctx.sequence.documents import document_positions
 
 DECODER = DecoderConfig(vocab_size=64, width=32, num_layers=2, num_heads=4, num_kv_heads=2)
 STEPS, LENGTH = 20, 512
@@ -23,7 +25,10 @@ STEPS, LENGTH = 20, 512
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. Runs that differ only in ``degrees``, ``layout`` or ``sharding`` must give the same numbers."""
+    """One training run. Runs that differ only in degrees, layout, communication or sharding must give the same numbers.
+
+    ``documents`` packs every sample: ``alike`` in the same way, ``unlike`` each in its own.
+    """
 
     degrees: dict[str, Any] = field(default_factory=dict, hash=False)
     layout: str = "zigzag"
@@ -35,6 +40,10 @@ class Run:
     steps: int = STEPS
     length: int = LENGTH
     global_batch: int = 2
+    documents: Literal["none", "alike", "unlike"] = "none"
+    windows: tuple[int | None, ...] = (None,)
+    sinks: bool = False
+    communication: Communication = Communication()
 
 
 @dataclass
@@ -111,7 +120,20 @@ def samples(run: Run) -> list[dict[str, Tensor]]:
         if index % 3 == 0:
             labels[run.length // 8 :] = -100
         made.append({"input_ids": tokens, "labels": labels})
+        if run.documents != "none":
+            made[-1]["position_ids"] = packed_positions(run.length, 0 if run.documents == "alike" else index)
     return made
+
+
+def packed_positions(length: int, seed: int) -> Tensor:
+    """Positions of documents of very different lengths, from one token to more than half of the sample."""
+    generator = torch.Generator().manual_seed(seed)
+    share = 0.1 if seed % 2 else 0.7
+    lengths, left = [1, int(share * length)], length - 1 - int(share * length)
+    while left:
+        lengths.append(int(torch.randint(1, min(left, 60) + 1, (), generator=generator)))
+        left -= lengths[-1]
+    return torch.from_numpy(document_positions(lengths))
 
 
 def optimizer(run: Run) -> Any:
@@ -124,10 +146,14 @@ def train(run: Run) -> Result:
     """Fit on this rank's part of the world."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))  # replicas must agree whatever the seeds
     degrees = Degrees(**run.degrees).resolve(dist.get_world_size())
-    module = PlainLM(optimizer(run)) if run.plain else CausalLM(DECODER, optimizer(run))
+    config = replace(DECODER, windows=run.windows, sinks=run.sinks)
+    module = PlainLM(optimizer(run)) if run.plain else CausalLM(config, optimizer(run))
     torch.manual_seed(1)
     if isinstance(module, CausalLM):
-        module.decoder = Decoder(DECODER)
+        module.decoder = Decoder(config)
+        for name, weight in module.named_parameters():
+            if name.endswith("sinks"):
+                nn.init.normal_(weight)  # of the size of logits: at 0 a sink forgotten in backward would look right
     else:
         for layer in module.modules():
             if hasattr(layer, "reset_parameters"):
@@ -136,7 +162,7 @@ def train(run: Run) -> Result:
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=LongContextStrategy(degrees, layout=run.layout, sharding=run.sharding),
+        strategy=LongContextStrategy(degrees, run.layout, run.communication, sharding=run.sharding),
         max_steps=run.steps,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip,

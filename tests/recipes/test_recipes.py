@@ -69,16 +69,47 @@ def test_a_printed_config_is_the_same_run(recipe: str, tmp_path: Path, printed) 
     assert first["trainer"]["strategy"]["class_path"].endswith("LongContextStrategy")
 
 
+def assert_merged(alone: object, given: object, both: object) -> None:
+    """``both`` has what is given, and for the rest what was there."""
+    if isinstance(alone, dict) and isinstance(given, dict) and isinstance(both, dict):
+        assert both.keys() == alone.keys() >= given.keys()
+        for key, value in alone.items():
+            assert_merged(value, given[key], both[key]) if key in given else assert_merged(value, value, both[key])
+    else:
+        assert both == given
+
+
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_a_fragment_changes_a_recipe_and_keeps_the_rest(fragment: str, printed) -> None:
     alone, both = printed("--config", "quickstart.yaml"), printed("--config", "quickstart.yaml", "--config", fragment)
     assert both != alone
-    assert (both["model"], both["data"]) == (alone["model"], alone["data"])
-    strategies = [config["trainer"]["strategy"]["init_args"] for config in (alone, both)]
-    assert strategies[0]["layout"] == strategies[1]["layout"] == "zigzag"
     given = yaml.safe_load((recipes_dir() / "fragments" / fragment).read_text())
-    for name, value in given["trainer"]["strategy"]["init_args"].items():
-        assert strategies[1][name] == value or strategies[1][name].items() >= value.items()
+    for section in ("trainer", "model", "data"):
+        assert_merged(alone[section], given.get(section, {}), both[section])
+
+
+def test_communication_and_layouts_survive_a_round_trip(tmp_path: Path, printed) -> None:
+    options = {
+        "layout": "document_zigzag",
+        "communication": {"schedule": "direct", "keep_kv": True, "dtype": "bfloat16", "links": {"outer_gbits": 0.1}},
+    }
+    strategy = {"class_path": "lightning_longctx.LongContextStrategy", "init_args": options}
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    first = printed("--config", "quickstart.yaml", "--config", "given.yaml")
+    (tmp_path / "printed.yaml").write_text(yaml.safe_dump(first))
+    assert printed("--config", "printed.yaml") == first
+    found = first["trainer"]["strategy"]["init_args"]
+    assert found["layout"] == "document_zigzag" and found["communication"]["links"]["inner_gbits"] == 1600.0
+    assert_merged(found["communication"], options["communication"], found["communication"])
+    one = "--trainer.strategy.init_args.communication.schedule=all_gather"
+    again = printed("--config", "printed.yaml", one)["trainer"]["strategy"]["init_args"]["communication"]
+    assert again == found["communication"] | {"schedule": "all_gather"}
+
+
+@pytest.mark.parametrize("layout", ["auto", "balanced"])
+def test_a_layout_on_the_command_line(layout: str, printed) -> None:
+    given = printed("--config", "quickstart.yaml", f"--trainer.strategy.init_args.layout={layout}")
+    assert given["trainer"]["strategy"]["init_args"]["layout"] == layout
 
 
 def test_learning_rates_with_an_exponent_are_numbers(printed) -> None:
@@ -94,7 +125,8 @@ def test_learning_rates_with_an_exponent_are_numbers(printed) -> None:
 def test_degrees_on_the_command_line_keep_those_of_the_recipe(printed) -> None:
     given = printed("--config", "quickstart.yaml", "--trainer.strategy.init_args.degrees.inner_ring", "1")
     degrees = given["trainer"]["strategy"]["init_args"]["degrees"]
-    assert degrees == {"data": "auto", "context": 4, "inner_ring": 1, "head": 1, "tensor": 1}
+    kept = {"data": "auto", "context": 4, "head": 1, "tensor": 1, "placement": "head_first"}
+    assert degrees == kept | {"inner_ring": 1}
 
 
 def override(tmp_path: Path, **degrees: object) -> str:
@@ -129,6 +161,9 @@ def test_a_misspelt_degree_is_named(wrong: dict, tmp_path: Path, refused) -> Non
         ("--model.init_args.decoder.widht=8", "widht"),
         ("--trainer.strategy.init_args.degrees.contxt=2", "contxt"),
         ("--trainer.strategy.init_args.layout=zigzak", "layout: Expected"),
+        ("--trainer.strategy.init_args.communication.schedule=ring", "schedule: Expected"),
+        ("--trainer.strategy.init_args.communication.keepkv=true", "keepkv"),
+        ("--data.init_args.packing=best", "packing: Expected"),
     ],
 )
 def test_an_unknown_option_is_named(option: str, named: str, refused) -> None:
@@ -148,6 +183,8 @@ def test_lightnings_optimizer_key_does_not_exist(tmp_path: Path, refused) -> Non
         (["--trainer.devices=3"], ["context=4", "3 processes", "trainer.devices"]),
         (["--trainer.strategy.init_args.degrees.data=2"], ["data=2", "4 processes"]),
         (["--model.init_args.decoder.num_kv_heads=3"], ["num_kv_heads=3", "num_heads=4"]),
+        (["--model.init_args.decoder.windows=[0]"], ["windows=[0]"]),
+        (["--trainer.strategy.init_args.communication.links.outer_gbits=0"], ["links.outer_gbits=0"]),
     ],
 )
 def test_what_does_not_fit_is_named_before_anything_starts(options: list[str], named: list[str], refused) -> None:
@@ -176,6 +213,14 @@ def corpus(tmp_path: Path) -> list[str]:
         (tmp_path / "texts" / f"{name}.txt").write_text(f"document {name}: " + "to be or not to be, " * 40)
     options = {"path": tmp_path / "texts", "cache_dir": tmp_path / "cache", "seq_len": 64, "validation_fraction": 0.3}
     return [f"--data.init_args.{name}={value}" for name, value in options.items()]
+
+
+@pytest.mark.slow
+def test_packed_documents_take_a_step(tmp_path: Path, corpus: list[str]) -> None:
+    fragments = ["--config", "context2.yaml", "--config", "packed.yaml"]
+    done = command("fit", "--config", "quickstart.yaml", *fragments, *ONE_STEP, *corpus)
+    assert done.returncode == 0, done.stderr
+    assert "train_loss" in done.stdout + done.stderr
 
 
 ONE_STEP = ["--trainer.max_steps=1", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=1"]

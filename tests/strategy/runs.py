@@ -56,9 +56,9 @@ def build(run: Run) -> Plain:
 
 def data(run: Run) -> DataLoader:
     """This data rank's samples, in turn."""
-    context = run.degrees.context
+    sharing = run.degrees.context * run.degrees.head
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    mine = samples(run.num_samples, run.length)[rank // context :: world // context]
+    mine = samples(run.num_samples, run.length)[rank // sharing :: world // sharing]
     return DataLoader(mine, batch_size=1)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from lightning_longctx.strategy.contents import convert_all_but_records, read_ba
 from lightning_longctx.strategy.randomness import mixed_seed
 from lightning_longctx.strategy.steps import whole_attention
 from lightning_longctx.strategy.validate import check_module, check_optimizers
+from lightning_longctx.topology import Degrees
 
 RECORD = SequenceRecord(length=4)
 BATCH = {"input_ids": torch.zeros(1, 4), "shift_labels": torch.ones(1, 4, dtype=torch.int64), "sequence": RECORD}
@@ -46,7 +47,7 @@ def test_conversion_passes_records_by(batch: object) -> None:
 
 def test_batches_must_be_cut() -> None:
     with pytest.raises(ValueError, match=r"context=2, but the batch of validation_step has no `sequence`"):
-        with whole_attention(read_batch({}), 2, "validation_step"):
+        with whole_attention(read_batch({}), Degrees(context=2), "validation_step"):
             pass
 
 

@@ -19,7 +19,7 @@ Pools = Callable[[int], GlooPool]
 def assert_same_numbers(gloo: Pools, run: Run, num_ranks: int) -> None:
     torch.manual_seed(7)
     expected = build(replace(run, style="self", seed_by_rank=False))
-    data_ranks = num_ranks // run.degrees.context
+    data_ranks = num_ranks // (run.degrees.context * run.degrees.head)
     losses, norms = by_hand(expected, windows_of(samples(run.num_samples, run.length), data_ranks * run.accumulate))
     assert len(norms) > 1
     results = gloo(num_ranks).run(fit, run)
@@ -45,6 +45,23 @@ def test_one_rank(gloo: Pools, accumulate: int) -> None:
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
 def test_data_and_context(gloo: Pools, sharding: str) -> None:
     assert_same_numbers(gloo, Run(Degrees(context=2), sharding=sharding, accumulate=2, num_samples=8), 4)
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+@pytest.mark.parametrize(
+    ("degrees", "world"),
+    [
+        (Degrees(head=2), 2),
+        (Degrees(head=4), 4),
+        (Degrees(head=2), 4),
+        (Degrees(context=2, head=2), 4),
+        (Degrees(context=2, head=2, placement="context_first"), 4),
+    ],
+)
+def test_heads(gloo: Pools, degrees: Degrees, world: int, sharding: str) -> None:
+    """Lengths that do not divide, too: head ranks hold equal parts."""
+    for length in (16, 13):
+        assert_same_numbers(gloo, Run(degrees, sharding=sharding, accumulate=2, num_samples=8, length=length), world)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])

@@ -225,7 +225,7 @@ def test_nothing_happens_at_construction() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(("option", "message"), [("head", "head=2"), ("tensor", "tensor=2")])
+@pytest.mark.parametrize(("option", "message"), [("tensor", "tensor=2")])
 def test_axes_that_do_not_exist_yet(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LongContextStrategy(Degrees(**{option: 2}))

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_longctx.strategy.gradients import check_same_batches
+from lightning_longctx.strategy.steps import check_same_batches
 from lightning_longctx.testing import GlooPool, RankError, assert_all_close_relative
 from lightning_longctx.topology import Degrees
 from tests.strategy.modules import Plain, samples
@@ -140,3 +141,27 @@ def test_checksums_are_compared_within_a_data_rank() -> None:
     check_same_batches([[1, 1], [2, 2]])
     with pytest.raises(ValueError, match=r"data rank 1 share sequences, but ranks \[1\]"):
         check_same_batches([[1, 1], [2, 3]])
+
+
+class UnlikeDocuments(Drawn):
+    """The same tokens on every rank, packed in other documents on each."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.arange(24)
+        cut = (10, 3)[dist.get_rank()]
+        return {"input_ids": tokens, "labels": tokens, "position_ids": torch.cat([tokens[:cut], tokens[: 24 - cut]])}
+
+
+def read_unlike_documents(stage: str, layout: str) -> None:
+    run = Run(Degrees(context=2), layout=layout)
+    loader = DataLoader(UnlikeDocuments(), batch_size=1)
+    getattr(trainer(run, 2, max_epochs=1), stage)(Drifting(), loader)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_unlike_documents_are_noticed_before_attention_sends_anything(gloo: Pools, stage: str, layout: str) -> None:
+    """Messages of unlike sizes would abort gloo, or be waited for without end."""
+    with pytest.raises(RankError, match="read other samples") as caught:
+        gloo(2).run(read_unlike_documents, stage, layout)
+    assert len(caught.value.failures) == 2

@@ -50,6 +50,32 @@ def test_lse_is_the_logarithm_of_the_sum() -> None:
         assert_close_relative(lse[0, 0, row], scores.logsumexp(0), f"lse of row {row}", FLOAT64)
 
 
+def test_a_sink_is_one_more_key_whose_value_is_nothing() -> None:
+    """A key of its own for each head, here by hand: queries are extended so that its logit is the sink's."""
+    q, k, v = leaves((2, 4, 5, 3), (2, 4, 5, 3), (2, 4, 5, 3))
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 60.0], dtype=torch.float64).requires_grad_()
+    out, lse = attention_oracle(q, k, v, scale=0.7, sinks=sinks)
+    one = torch.ones(2, 4, 5, 1, dtype=torch.float64)
+    sink_key = torch.cat([torch.zeros(2, 4, 1, 3), (sinks / 0.7).view(1, 4, 1, 1).expand(2, 4, 1, 1)], -1)
+    wide = torch.cat([torch.cat([k, 0 * one], -1), sink_key], 2), F.pad(v, (0, 0, 0, 1))
+    mask = torch.cat([dense_mask(5), torch.ones(5, 1, dtype=torch.bool)], -1)
+    expected, expected_lse = attention_oracle(torch.cat([q, one], -1), *wide, mask, scale=0.7)
+    assert_close_relative(out, expected, "out", FLOAT64)
+    assert_close_relative(lse, expected_lse, "lse", FLOAT64)
+    weight = torch.randn_like(out)
+    grads, others = (torch.autograd.grad((o * weight).sum(), (q, k, v, sinks)) for o in (out, expected))
+    for name, grad, other in zip(("q", "k", "v", "sinks"), grads, others, strict=True):
+        assert_close_relative(grad, other, f"d{name}", FLOAT64)
+
+
+def test_a_query_that_sees_only_its_sink_attends_to_nothing() -> None:
+    q, k, v = leaves((1, 1, 2, 3), (1, 1, 2, 3), (1, 1, 2, 3))
+    sinks = torch.tensor([1.5], dtype=torch.float64).requires_grad_()
+    out, lse = attention_oracle(q, k, v, torch.tensor([[True, True], [False, False]]), sinks=sinks)
+    assert (out[0, 0, 1] == 0).all() and lse[0, 0, 1] == 1.5
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), (q, k, v, sinks)))
+
+
 def test_gradcheck_with_a_row_that_sees_no_key() -> None:
     mask = dense_mask(4)
     mask[2] = False

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lightning_longctx.topology import Degrees, axis_groups
+from lightning_longctx.topology import CONTEXT, Degrees, axis_groups
 
 
 def test_data_takes_what_is_left() -> None:
     assert Degrees(context=4, inner_ring=2).resolve(8).shape == (2, 2, 2, 1, 1)
     assert Degrees(data=2, head=2).resolve(4).shape == (2, 1, 1, 2, 1)
+    resolved = Degrees(context=4, inner_ring=2, head=2, placement="context_first").resolve(16)
+    sizes = {"data": 2, "head": 2, "context_outer": 2, "context_inner": 2, "tensor": 1}
+    assert dict(zip(resolved.axes, resolved.shape, strict=True)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,21 @@ def test_double_ring_groups_under_tensor_ranks() -> None:
     degrees = Degrees(data=1, context=4, inner_ring=2, tensor=2)
     assert axis_groups(degrees, "context_inner") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert axis_groups(degrees, "context_outer") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_placement_decides_who_are_neighbours() -> None:
+    heads, ring = {(0, 1), (2, 3), (4, 5), (6, 7)}, ((0, 2, 4, 6), (1, 3, 5, 7))
+    head_first = Degrees(data=1, context=4, inner_ring=2, head=2)
+    assert set(axis_groups(head_first, "head")) == heads and axis_groups(head_first, *CONTEXT) == ring
+    context_first = replace(head_first, placement="context_first")
+    assert axis_groups(context_first, *CONTEXT) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert axis_groups(context_first, "context_inner") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert axis_groups(context_first, "head") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_unknown_placement() -> None:
+    with pytest.raises(ValueError, match=r"placement='ring_first' is unknown.*head_first.*context_first"):
+        Degrees(placement="ring_first")  # type: ignore[arg-type]
 
 
 def test_unknown_axes() -> None:

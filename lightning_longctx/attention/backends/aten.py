@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from lightning_longctx import _upstream
-from lightning_longctx.plan.tiles import Tile, causal_parts, halved, narrowed
+from lightning_longctx.plan.cuts import (
+    causal_parts,
+    halved,
+    is_causal_square,
+    is_late_square,
+    late_halved,
+    narrowed,
+    window_parts,
+)
+from lightning_longctx.plan.tiles import Tile
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CUDA_WIDTH = 256
-_CPU_SQUARE, _CPU_KEYS = 128, 1024
+_CPU_SQUARE, _CPU_KEYS, _CPU_BAND = 128, 1024, 256
 
 
 class Aten:
     """``aten::_scaled_dot_product_flash_attention``, on CPU near the speed of a matrix product.
 
-    Tiles are full or square causal, so no row is without a key: the CPU op would return lse 0 for one, not -inf.
+    Tiles are full, square causal, or (on CPU) narrow bands with a bias; none has a row without a key, for which the CPU
+    op would return lse 0, not -inf.
     """
 
     name = "aten"
@@ -32,7 +44,9 @@ class Aten:
             return f"head width {width} is over {_CUDA_WIDTH}"
         return None
 
-    def parts(self, tile: Tile, device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
+    def parts(
+        self, tile: Tile, device: torch.device, dtype: torch.dtype, *, backward: bool = False
+    ) -> tuple[Tile, ...]:
         """Full and square causal tiles; on CPU small squares, because the op computes 512 keys at a time along them.
 
         Measured (8 heads of 64, float32, forward + backward): a causal square of 8,192 takes 3.40 s whole and 3.20 s
@@ -40,17 +54,20 @@ class Aten:
         16,384 tokens take 6.75 s without and 6.37 s with them. In bfloat16 small squares are slower: 1,024 tokens
         61 ms whole, 83 ms.
         """
-        parts = causal_parts(tile)
-        if device.type == "cpu" and dtype in (torch.float32, torch.float64):
-            leaves = [leaf for part in parts for leaf in halved(part, _CPU_SQUARE)]
-            return tuple(column for leaf in leaves for column in narrowed(leaf, _CPU_KEYS))
-        return parts
+        if device.type != "cpu":
+            return causal_parts(tile)
+        parts = causal_parts(tile) if tile.lo <= -tile.num_queries else window_parts(tile, _CPU_BAND)
+        if dtype not in (torch.float32, torch.float64):
+            return parts
+        leaves = tuple(leaf for part in parts for leaf in _leaves(part))
+        return tuple(column for leaf in leaves for column in narrowed(leaf, _CPU_KEYS)) if backward else leaves
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
-        causal = not tile.is_full
         if query.device.type == "cpu":
-            return _upstream.flash_attention_cpu(query, key, value, 0.0, causal, scale=scale)
+            causal, bias = _cpu_mask(tile, query.dtype)
+            return _upstream.flash_attention_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        causal = not tile.is_full
         return _upstream.flash_attention_cuda(query, *_repeated(query, key, value), 0.0, causal, scale=scale)[:2]
 
     def backward(
@@ -65,18 +82,40 @@ class Aten:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``Backend.backward``."""
-        causal = not tile.is_full
         if query.device.type == "cpu":
+            causal, bias = _cpu_mask(tile, query.dtype)
             flash = _upstream.flash_attention_cpu_backward
-            return flash(grad, query, key, value, out, lse.contiguous(), 0.0, causal, scale=scale)
+            return flash(grad, query, key, value, out, lse.contiguous(), 0.0, causal, attn_mask=bias, scale=scale)
         flash = _upstream.flash_attention_cuda_backward
         wide_key, wide_value = _repeated(query, key, value)
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         sizes = (None, None, query.shape[2], key.shape[2])
+        causal = not tile.is_full
         grads = flash(
             grad, query, wide_key, wide_value, out, lse.contiguous(), *sizes, 0.0, causal, seed, seed, scale=scale
         )
         return grads[0], _folded(grads[1], key), _folded(grads[2], value)
+
+
+def _leaves(part: Tile) -> tuple[Tile, ...]:
+    return late_halved(part, _CPU_SQUARE) if is_late_square(part) else halved(part, _CPU_SQUARE)
+
+
+def _cpu_mask(tile: Tile, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
+    """``(is_causal, bias)`` for a tile."""
+    if tile.is_full:
+        return False, None
+    if is_causal_square(tile):
+        return True, None
+    return False, _bias(tile.num_queries, tile.num_keys, tile.lo, tile.hi, dtype)
+
+
+@lru_cache(maxsize=64)
+def _bias(num_queries: int, num_keys: int, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
+    """0 in the band, -inf elsewhere; the op wants it in the inputs' dtype."""
+    offset = torch.arange(num_keys) - torch.arange(num_queries).unsqueeze(1)
+    bias = torch.zeros(num_queries, num_keys, dtype=dtype)
+    return bias.masked_fill_((offset <= lo) | (offset > hi), float("-inf"))
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

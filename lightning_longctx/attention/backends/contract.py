@@ -19,8 +19,10 @@ class Backend(Protocol):
         """Why this backend cannot compute heads of ``width`` in ``dtype`` on ``device``; None if it can."""
         ...
 
-    def parts(self, tile: Tile, device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
-        """Cut a tile into such as this backend computes, and computes fast.
+    def parts(
+        self, tile: Tile, device: torch.device, dtype: torch.dtype, *, backward: bool = False
+    ) -> tuple[Tile, ...]:
+        """Cut a tile into such as this backend computes, and computes fast, in a forward or a backward pass.
 
         Raises:
             ValueError: It cannot compute the tile's band.

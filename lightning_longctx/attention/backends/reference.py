@@ -18,7 +18,9 @@ class Reference:
         """It computes everything."""
         return None if dtype.is_floating_point else f"{dtype} is not a floating-point dtype"
 
-    def parts(self, tile: Tile, device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
+    def parts(
+        self, tile: Tile, device: torch.device, dtype: torch.dtype, *, backward: bool = False
+    ) -> tuple[Tile, ...]:
         """Any band as it is."""
         return (tile,)
 

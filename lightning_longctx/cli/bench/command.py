@@ -11,8 +11,10 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightning_longctx.cli.bench.attention import AttentionBench
 from lightning_longctx.cli.bench.gate import WrongResultError
+from lightning_longctx.cli.bench.ring import RingBench
+from lightning_longctx.testing.cluster import ClusterUnavailableError
 
-BENCHES = {"attention": AttentionBench}
+BENCHES = {"attention": AttentionBench, "ring": RingBench}
 """What can be timed: name -> a frozen dataclass. Its fields are the options, making one checks them, ``run()`` runs."""
 
 DESCRIPTION = """Time a part of this package on this machine, in one run side by side with a single process.
@@ -20,6 +22,8 @@ DESCRIPTION = """Time a part of this package on this machine, in one run side by
   lightning-longctx bench attention --ranks 2 --tokens 16384 --csv attention.csv
   lightning-longctx bench attention --ranks 4 --inner_ring 2 --tokens 8192 --layout striped
   lightning-longctx bench attention --heads 16 --kv_heads 4 --dtype bfloat16
+  lightning-longctx bench attention --mask documents:256 --peers
+  lightning-longctx bench ring --nodes 2 --ranks_per_node 4 --nic_mbit 100
   lightning-longctx bench attention --help                   every option, explained
 """
 
@@ -33,7 +37,8 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: With code 2 if an option is wrong, after one message on stderr that names it; with code 1 if a
-            system computes something else than it should, so that its time would mean nothing.
+            system computes something else than it should, so that its time would mean nothing, or this machine cannot
+            emulate a cluster.
     """
     parser = _parser()
     options = parser.parse_args(list(argv))
@@ -44,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
         parser.error(f"{name}: {problem}")
     try:
         bench.run()
-    except WrongResultError as problem:
+    except (WrongResultError, ClusterUnavailableError) as problem:
         print(f"Nothing was timed: {problem}", file=sys.stderr)
         raise SystemExit(1) from problem
 
@@ -58,6 +63,9 @@ def _parser() -> ArgumentParser:
         summary, _, _ = inspect.cleandoc(bench.__doc__ or "").partition("\n\nArgs:")
         options = ArgumentParser(usage="%(prog)s [options]", description=summary, **style)
         options.add_class_arguments(bench)
+        for action in options._actions:
+            if isinstance(action.default, bool):  # --peers alone means --peers true
+                action.nargs, action.const = "?", True
         benches.add_subcommand(name, options, help=summary.partition("\n")[0])
         options.prog = f"{prog} {name}"  # without the parent's usage line in between
     return parser

@@ -16,7 +16,7 @@ def errors(job: Job, case: Case) -> dict[str, float]:
         For each result ``|actual - expected| / |expected|`` on this rank's part, in the Euclidean norm, in float64;
         infinity if the results have other names or shapes.
     """
-    actual, expected = job.run(), case.expected()
+    actual, expected = job.finish(job.run()), (job.expected or case.expected)()
     if actual.keys() != expected.keys():
         return {f"results {sorted(actual)} instead of {sorted(expected)}": float("inf")}
     found = {}

@@ -14,6 +14,7 @@ from lightning_longctx.cli.bench.gate import errors, refuse_wrong
 from lightning_longctx.cli.bench.memory import peak_growth
 from lightning_longctx.cli.bench.ranks import Ranks
 from lightning_longctx.cli.bench.systems import Case, Job, System
+from lightning_longctx.testing.cluster import Place
 
 
 class Sample(NamedTuple):
@@ -114,6 +115,7 @@ def measure(
     repeats: int,
     warmup: int,
     progress: Callable[[str], None] = lambda doing: None,
+    places: Sequence[Place] = (),
 ) -> dict[str, Measured]:
     """Time all systems on one case, in turn: A B A B ..., so that a machine that slows down slows all of them.
 
@@ -124,12 +126,13 @@ def measure(
         repeats: Timed runs of each system.
         warmup: Runs of each before that, at least one: memory is measured in the last of them.
         progress: Called with a word on what comes next, ``num_stages`` times.
+        places: Where the processes run, in an emulated cluster. Else here.
 
     Raises:
         WrongResultError: A system's results are not those of the formula. Nothing is timed then.
     """
     progress(f"starting {num_ranks} processes")
-    with Ranks(num_ranks, Worker) as ranks:
+    with Ranks(num_ranks, Worker, places) as ranks:
         for system in systems:
             progress(f"checking {system.name}")
             found = ranks.call("check", system, case.small(), num_ranks=system.num_ranks(case))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lightning_longctx.testing.cluster import Place
+
 _START_PATIENCE = timedelta(minutes=5)
 _END_SECONDS = 10.0
+_CAUSE_SECONDS = 1.0
 
 
 class RankFailedError(RuntimeError):
@@ -33,24 +37,29 @@ class Ranks:
     Args:
         num_ranks: Processes; ``torch.distributed`` is initialised in them.
         worker: Called with the rank in each process, to make the object. An importable class.
+        places: How to start each rank, where they belong to an emulated cluster. Else all run here.
     """
 
-    def __init__(self, num_ranks: int, worker: Callable[[int], object]) -> None:
+    def __init__(self, num_ranks: int, worker: Callable[[int], object], places: Sequence[Place] = ()) -> None:
         context = get_context("spawn")
         self._directory = tempfile.TemporaryDirectory(prefix="lightning-longctx-bench-")
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        with _one_thread():
-            for rank in range(num_ranks):
-                ours, theirs = context.Pipe()
-                store = str(Path(self._directory.name) / "store")
-                process = context.Process(
-                    target=_serve, args=(theirs, worker, rank, num_ranks, store), name=f"rank {rank}", daemon=True
-                )
+        directory = Path(self._directory.name)
+        resource_tracker.ensure_running()  # here: it outlives the ranks, and so would the place it was started in
+        for rank, place in enumerate(places or [Place()] * num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, worker, rank, num_ranks, str(directory / "store")),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            with _started_at(place, directory / f"python{rank}"):
                 process.start()
-                theirs.close()
-                self._connections.append(ours)
-                self._processes.append(process)
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
 
     def __enter__(self) -> Ranks:
         return self
@@ -100,7 +109,11 @@ class Ranks:
         except (EOFError, ConnectionResetError) as ended:
             raise self._ended(rank) from ended
         if not succeeded:
-            raise RankFailedError(f"rank {rank} failed:\n{result}")
+            # A lost connection may be all that this rank knows of one that has ended: then that one is the cause.
+            dead = wait([process.sentinel for process in self._processes], timeout=_CAUSE_SECONDS)
+            ended = [other for other, process in enumerate(self._processes) if process.sentinel in dead]
+            cause = f"{self._ended(ended[0])} Then " if ended else ""
+            raise RankFailedError(f"{cause}rank {rank} failed:\n{result}")
         return result
 
     def _ended(self, rank: int) -> RankFailedError:
@@ -110,17 +123,26 @@ class Ranks:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Started processes inherit the environment; OpenMP reads it when it is loaded, before any code of ours runs."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _started_at(place: Place, launcher: Path) -> Iterator[None]:
+    """Processes started inside go to the place, with one thread.
+
+    They inherit the environment (OpenMP reads it when it is loaded, before any code of ours runs), and are started by
+    running Python: a script that runs it at the place stands in for it.
+    """
+    before, python = dict(os.environ), spawn.get_executable()
+    os.environ.update({"OMP_NUM_THREADS": "1", **place.environment})
+    if place.prefix:
+        launcher.write_text(f'#!/bin/sh\nexec {shlex.join([*place.prefix, os.fsdecode(python)])} "$@"\n')
+        launcher.chmod(0o700)
+        spawn.set_executable(str(launcher))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        spawn.set_executable(python)
+        for name in {"OMP_NUM_THREADS", *place.environment}:
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def _serve(connection: Connection, worker: Callable[[int], object], rank: int, num_ranks: int, store: str) -> None:

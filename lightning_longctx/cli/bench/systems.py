@@ -14,16 +14,20 @@ class Job:
     """One system on one rank, ready to run.
 
     Args:
-        run: One forward and backward; returns this rank's results by name. What is timed.
+        run: One forward and backward; returns this rank's results. What is timed.
         part: Cuts a whole result to what this rank should have.
         sent_bytes: Bytes this rank has sent so far, by link (``inner``, ``outer``).
         close: Frees process groups and the like; a collective.
+        finish: Makes of what ``run`` returns this rank's results by name. Not timed.
+        expected: Whole results by name, where they are not the case's: of a yardstick whose time is scaled.
     """
 
-    run: Callable[[], dict[str, Tensor]]
+    run: Callable[[], Any]
     part: Callable[[Tensor], Tensor]
     sent_bytes: Callable[[], Mapping[str, int]]
     close: Callable[[], None]
+    finish: Callable[[Any], dict[str, Tensor]] = dict
+    expected: Callable[[], dict[str, Tensor]] | None = None
 
 
 class Case(Protocol):

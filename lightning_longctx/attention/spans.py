@@ -1,0 +1,29 @@
+"""Spans of tokens as a batch, and what they become again: views, as long as there is one row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_longctx.plan.stacks import Span
+
+
+def batched(tensor: Tensor, span: Span) -> Tensor:
+    """The slices of a span along the batch dim.
+
+    Args:
+        tensor: [B, H, T, D] or [B, H, T]; B is 1 where the span has several slices.
+        span: Which tokens.
+
+    Returns:
+        [B * count, H, size, D] or [B * count, H, size]: a view, which can be written to.
+    """
+    start, size, count, step = span
+    if count == 1:
+        return tensor[:, :, start : start + size]
+    slices = tensor[0, :, start : start + (count - 1) * step + size].unfold(1, size, step)  # [H, count, (D,) size]
+    return slices.permute(1, 0, 3, 2) if tensor.ndim == 4 else slices.transpose(0, 1)
+
+
+def in_a_row(slices: Tensor) -> Tensor:
+    """Slices that follow each other as one: [count, H, size, ...] to [1, H, count * size, ...]."""
+    return slices.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
