@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_longctx.attention.exchange import trade_heads_for_tokens, trade_tokens_for_heads
 from lightning_longctx.attention.heads import local_sinks
 from lightning_longctx.attention.op import ring_attention
+from lightning_longctx.attention.spans import in_a_row, taken_apart
 from lightning_longctx.attention.transport import find_ring
 from lightning_longctx.plan.mask import Mask
 from lightning_longctx.sequence.record import SequenceRecord
@@ -87,20 +88,14 @@ def attend_masked(
 def _over_context(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, record: SequenceRecord, sinks: Tensor | None, scale: float
 ) -> Tensor:
-    rows = query.shape[0]
     if record.num_rows > 1:
-        query, key, value = (_one_row(tensor) for tensor in (query, key, value))
+        query, key, value = (in_a_row(tensor) for tensor in (query, key, value))
     ring = find_ring(record.ring)
     keep_kv = ring is not None and ring.communication.keep_kv
     place = (record.encode(), record.ring, record.backend)
     options = (scale, mask.causal, mask.window, mask.isolate, keep_kv)
     out, _, _ = ring_attention(query, key, value, sinks, *place, *options)
-    return out.transpose(1, 2).unflatten(1, (rows, -1)).squeeze(0).transpose(1, 2) if record.num_rows > 1 else out
-
-
-def _one_row(tensor: Tensor) -> Tensor:
-    """[B, H, T, D] -> [1, H, B * T, D]: rows one after another."""
-    return tensor.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+    return taken_apart(out, record.num_rows) if record.num_rows > 1 else out
 
 
 def calls_made() -> int:

@@ -25,5 +25,10 @@ def batched(tensor: Tensor, span: Span) -> Tensor:
 
 
 def in_a_row(slices: Tensor) -> Tensor:
-    """Slices that follow each other as one: [count, H, size, ...] to [1, H, count * size, ...]."""
+    """Slices (or rows of a batch) that follow each other as one: [count, H, size, ...] to [1, H, count * size, ...]."""
     return slices.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+
+
+def taken_apart(row: Tensor, count: int) -> Tensor:
+    """Inverse of ``in_a_row``: [1, H, count * size, ...] to [count, H, size, ...]."""
+    return row.transpose(1, 2).squeeze(0).unflatten(0, (count, -1)).transpose(1, 2)

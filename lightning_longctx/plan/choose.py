@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from lightning_longctx.plan.attention import AttentionPlan
-from lightning_longctx.plan.clock import StepPairs, num_pairs, play
+from lightning_longctx.plan.clock import StepPairs, play
 from lightning_longctx.plan.communication import SCHEDULES, Communication
 from lightning_longctx.plan.counts import busiest_tokens, ring_tokens
 from lightning_longctx.plan.mask import CAUSAL, Mask
@@ -96,7 +96,7 @@ def pair_counter(shards: tuple[Pieces, ...], mask: Mask) -> StepPairs:
     def pairs(ring: DoubleRing, rank: int, step: Step) -> int:
         key = (rank, step.home, step.parcels)
         if key not in found:
-            found[key] = sum(map(num_pairs, AttentionPlan(rank, shards, mask, ring).tiles(step)))
+            found[key] = sum(tile.num_pairs for tile in AttentionPlan(rank, shards, mask, ring).tiles(step))
         if step.share == "first":
             return found[key] // 2
         return found[key] - (found[key] // 2 if step.share == "last" else 0)

@@ -10,7 +10,6 @@ from lightning_longctx.plan.counts import hop_tokens, link_of
 from lightning_longctx.plan.schedules import DoubleRing
 from lightning_longctx.plan.shape import BACKWARD_FLOPS, FORWARD_FLOPS, AttentionShape
 from lightning_longctx.plan.steps import Hop, Schedule, Step
-from lightning_longctx.plan.tiles import Tile
 from lightning_longctx.topology.links import Links
 
 StepPairs = Callable[[DoubleRing, int, Step], int]
@@ -51,16 +50,6 @@ def play(ring: DoubleRing, pairs: StepPairs, shape: AttentionShape, links: Links
     most = max(sum(pairs(ring, rank, step) for step in schedules[rank].steps) for rank in ranks)
     outer = max((load for (link, *_), load in network.load.items() if link == "outer"), default=0)
     return Played(seconds, most * shape.seconds_per_pair(links), outer, network.sent_bytes)
-
-
-def num_pairs(tile: Tile) -> int:
-    """Visible pairs of a tile, in closed form."""
-
-    def below(band: int) -> int:
-        """Pairs with ``j - i <= band``: row ``i`` has ``i + band + 1`` of them, at least 0 and at most ``num_keys``."""
-        return _clamped_sum(tile.num_queries + band, tile.num_keys) - _clamped_sum(band, tile.num_keys)
-
-    return below(tile.hi) - below(tile.lo)
 
 
 class _Network:
@@ -124,9 +113,3 @@ def _play_pass(schedules: Sequence[Schedule], work: Sequence[Sequence[float]], n
         wait(rank, schedule.returns)
         now[rank] = max([now[rank], *(done[hop] for hop in schedule.sent)])
     return max(now)
-
-
-def _clamped_sum(last: int, most: int) -> int:
-    """Sum over all y up to ``last`` of y clamped to ``0..most``."""
-    bounded = min(max(last, 0), most)
-    return bounded * (bounded + 1) // 2 + max(0, last - most) * most

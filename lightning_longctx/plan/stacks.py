@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightning_longctx.plan.clock import num_pairs
 from lightning_longctx.plan.tiles import Tile
 
 
@@ -56,7 +55,7 @@ class Stack(NamedTuple):
     @property
     def num_pairs(self) -> int:
         """Visible pairs of all."""
-        return self.count * num_pairs(self.tile)
+        return self.count * self.tile.num_pairs
 
 
 def stacked(tiles: Iterable[Tile], most_rows: int) -> tuple[Stack, ...]:

@@ -44,10 +44,13 @@ class Tile(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """Visible (query, key) pairs: the work, in units of one dot product."""
-        return sum(
-            max(0, min(i + self.hi, self.num_keys - 1) - max(i + self.lo + 1, 0) + 1) for i in range(self.num_queries)
-        )
+        """Visible (query, key) pairs, in closed form: the work, in units of one dot product."""
+
+        def below(band: int) -> int:
+            """Pairs with ``j - i <= band``: row ``i`` has ``i + band + 1`` of them, from 0 to ``num_keys``."""
+            return _clamped_sum(self.num_queries + band, self.num_keys) - _clamped_sum(band, self.num_keys)
+
+        return below(self.hi) - below(self.lo)
 
 
 def plan_tiles(queries: Pieces, keys: Pieces, mask: Mask) -> tuple[Tile, ...]:
@@ -120,3 +123,9 @@ def _merge_rows(tiles: list[Tile]) -> list[Tile]:
         else:
             merged.append(tile)
     return merged
+
+
+def _clamped_sum(last: int, most: int) -> int:
+    """Sum over all y up to ``last`` of y clamped to ``0..most``."""
+    bounded = min(max(last, 0), most)
+    return bounded * (bounded + 1) // 2 + max(0, last - most) * most

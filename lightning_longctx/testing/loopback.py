@@ -14,6 +14,7 @@ from lightning_longctx.attention import ring
 from lightning_longctx.attention.backends import choose_backend
 from lightning_longctx.attention.buffers import Buffers
 from lightning_longctx.attention.heads import local_sinks, pack_heads, pack_tokens, unpack_heads, unpack_tokens
+from lightning_longctx.attention.spans import in_a_row, taken_apart
 from lightning_longctx.plan.choose import plan_attention
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.plan.mask import CAUSAL, Mask
@@ -208,14 +209,10 @@ class _World:
         return tuple(engine.transport.sent_bytes for row in self.engines for engine in row if engine.transport)
 
     def _fold(self, tensor: Tensor) -> Tensor:
-        if self.mesh.num_rows == 1:
-            return tensor
-        return tensor.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+        return tensor if self.mesh.num_rows == 1 else in_a_row(tensor)
 
     def _unfold(self, tensor: Tensor) -> Tensor:
-        if self.mesh.num_rows == 1:
-            return tensor
-        return tensor.transpose(1, 2).squeeze(0).unflatten(0, (self.mesh.num_rows, -1)).transpose(1, 2)
+        return tensor if self.mesh.num_rows == 1 else taken_apart(tensor, self.mesh.num_rows)
 
 
 def _take_rows(tensor: Tensor, record: SequenceRecord) -> Tensor:

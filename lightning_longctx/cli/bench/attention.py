@@ -179,31 +179,10 @@ class AttentionBench:
 
     def rows(self, systems: Sequence[System], measured: dict[str, Measured], cores: int) -> list[Row]:
         """One row for each system, against the one called ``single``."""
-        from lightning_longctx.cli.bench.rows import Row, efficiency
+        from lightning_longctx.cli.bench.rows import row_of
 
-        case, single = self.case(), measured["single"].seconds_median
-        return [
-            Row(
-                case="attention",
-                system=system.name,
-                ranks=system.num_ranks(case),
-                tokens=case.tokens,
-                heads=case.heads,
-                kv_heads=case.kv_heads,
-                width=case.width,
-                dtype=case.dtype,
-                mask=case.mask,
-                **system.describe(case),
-                seconds_median=(result := measured[system.name]).seconds_median,
-                seconds_single=single,
-                efficiency=efficiency(result.seconds_median, single, system.num_ranks(case), cores),
-                bytes_sent_mean=result.bytes_sent_mean,
-                bytes_sent_max=result.bytes_sent_max,
-                bytes_outer_max=result.bytes_outer_max,
-                peak_growth_bytes=result.peak_growth,
-            )
-            for system in systems
-        ]
+        case = self.case()
+        return [row_of("attention", system, case, measured, cores) for system in systems]
 
 
 def fastest_layout(case: AttentionCase) -> LayoutName:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_longctx.cli.bench.attention_case import AttentionCase
+    from lightning_longctx.cli.bench.measure import Measured
+    from lightning_longctx.cli.bench.systems import System
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,31 @@ def efficiency(seconds: float, seconds_single: float, ranks: int, cores: int) ->
     More ranks than cores take turns, so the best they can do is the time of one process over the number of cores.
     """
     return seconds_single / min(ranks, cores) / seconds
+
+
+def row_of(bench: str, system: System, case: AttentionCase, measured: Mapping[str, Measured], cores: int) -> Row:
+    """What one system did on a case, against the one called ``single``."""
+    result, single = measured[system.name], measured["single"].seconds_median
+    ranks = system.num_ranks(case)
+    return Row(
+        case=bench,
+        system=system.name,
+        ranks=ranks,
+        tokens=case.tokens,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        width=case.width,
+        dtype=case.dtype,
+        mask=case.mask,
+        **system.describe(case),
+        seconds_median=result.seconds_median,
+        seconds_single=single,
+        efficiency=efficiency(result.seconds_median, single, ranks, cores),
+        bytes_sent_mean=result.bytes_sent_mean,
+        bytes_sent_max=result.bytes_sent_max,
+        bytes_outer_max=result.bytes_outer_max,
+        peak_growth_bytes=result.peak_growth,
+    )
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
