@@ -8,8 +8,8 @@ from torch import Tensor
 from lightning_longctx.attention.exchange import trade_heads_for_tokens, trade_tokens_for_heads
 from lightning_longctx.attention.heads import local_sinks
 from lightning_longctx.attention.op import ring_attention
+from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.attention.spans import in_a_row, taken_apart
-from lightning_longctx.attention.transport import find_ring
 from lightning_longctx.plan.mask import Mask
 from lightning_longctx.sequence.record import SequenceRecord
 from lightning_longctx.topology.degrees import check_head_degree

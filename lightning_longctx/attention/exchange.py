@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_longctx.attention.heads import held_heads, pack_heads, pack_tokens, unpack_heads, unpack_tokens
-from lightning_longctx.attention.transport import Ring, find_ring
+from lightning_longctx.attention.rings import Ring, find_ring
 from lightning_longctx.topology.degrees import check_head_degree
 
 # No `from __future__ import annotations` here: the ops' schemas are read from the annotations.

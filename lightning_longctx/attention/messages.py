@@ -12,22 +12,15 @@ from lightning_longctx.plan.attention import AttentionPlan
 from lightning_longctx.plan.counts import hop_tokens
 from lightning_longctx.plan.steps import Hop
 
-_SMALL_BYTES = 1 << 20
-
 
 def message_shape(hop: Hop, plan: AttentionPlan, key: Tensor) -> tuple[int, int, int, int]:
     """Of the keys (or the values) in one message: [B, T, Hkv, D]."""
     return (key.shape[0], hop_tokens(hop, plan.ring.parcels), key.shape[1], key.shape[3])
 
 
-def travels_together(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether keys and values of that shape are one message; both ends ask."""
-    return math.prod(shape) * dtype.itemsize <= _SMALL_BYTES
-
-
-def pair(messages: list[Tensor]) -> Sequence[Tensor]:
-    """Keys and values out of their messages."""
-    return messages if len(messages) == 2 else messages[0].unbind(0)
+def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Size of a tensor."""
+    return math.prod(shape) * dtype.itemsize
 
 
 def kept_memory(plan: AttentionPlan, key: Tensor, dtype: torch.dtype, flat: Tensor) -> dict[Hop, Tensor]:
@@ -36,7 +29,7 @@ def kept_memory(plan: AttentionPlan, key: Tensor, dtype: torch.dtype, flat: Tens
     start = 0
     for hop in plan.ring.kept(plan.rank):
         shape = (2, *message_shape(hop, plan, key))
-        size = math.prod(shape) * dtype.itemsize
+        size = num_bytes(shape, dtype)
         kept[hop] = flat[start : start + size].view(dtype).view(shape)
         start += size
     return kept

@@ -11,7 +11,7 @@ from lightning_longctx.attention import ring
 from lightning_longctx.attention.backends import choose_backend
 from lightning_longctx.attention.buffers import Buffers
 from lightning_longctx.attention.merge import wide_dtype
-from lightning_longctx.attention.transport import find_ring
+from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.plan.choose import plan_attention
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.plan.mask import Mask

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_longctx.attention.backends.contract import Backend
 from lightning_longctx.attention.buffers import Buffers
-from lightning_longctx.attention.merge import RunningSoftmax, add_sinks, sink_gradient, wide_dtype
+from lightning_longctx.attention.merge import RunningSoftmax, add_sinks, sink_gradient
 from lightning_longctx.attention.messages import kept_bytes, kept_memory
 from lightning_longctx.attention.spans import batched
 from lightning_longctx.attention.sums import TokenSum
@@ -157,7 +157,7 @@ def backward(
     for step in plan.backward.steps:
         block = traffic.enter(step)
         if block is not None:
-            sums = own if step.home == plan.rank else _foreign_sums(traffic, block)
+            sums = own if step.home == plan.rank else tuple(map(TokenSum, block))
             for stack in engine.stacks(step, query, backward=True):
                 dout, rows, outs, lses = (batched(tensor, stack.queries) for tensor in (grad, query, out, lse))
                 keys, values = _columns(block, stack)
@@ -176,12 +176,6 @@ def backward(
     traffic.finish()
     dsinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
     return dquery.total().to(query.dtype), totals[0].to(key.dtype), totals[1].to(value.dtype), dsinks
-
-
-def _foreign_sums(traffic: Traffic, block: Block) -> tuple[TokenSum, TokenSum]:
-    key, value = block
-    shape, dtype = key.transpose(1, 2).shape, wide_dtype(key.dtype)
-    return TokenSum(key, traffic.lend(shape, dtype)), TokenSum(value, traffic.lend(shape, dtype))
 
 
 def _pass_on(traffic: Traffic, step: Step, sums: Block) -> None:

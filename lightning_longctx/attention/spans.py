@@ -18,10 +18,14 @@ def batched(tensor: Tensor, span: Span) -> Tensor:
         [B * count, H, size, D] or [B * count, H, size]: a view, which can be written to.
     """
     start, size, count, step = span
+    if size == tensor.shape[2]:
+        return tensor
     if count == 1:
-        return tensor[:, :, start : start + size]
-    slices = tensor[0, :, start : start + (count - 1) * step + size].unfold(1, size, step)  # [H, count, (D,) size]
-    return slices.permute(1, 0, 3, 2) if tensor.ndim == 4 else slices.transpose(0, 1)
+        return tensor.narrow(2, start, size)
+    _, heads, _, *width = tensor.shape
+    _, by_head, by_token, *by_width = tensor.stride()
+    strides = (step * by_token, by_head, by_token, *by_width)
+    return tensor.as_strided((count, heads, size, *width), strides, tensor.storage_offset() + start * by_token)
 
 
 def in_a_row(slices: Tensor) -> Tensor:

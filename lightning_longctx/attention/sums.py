@@ -16,14 +16,13 @@ class TokenSum:
 
     Args:
         like: Gives shape, device and, widened, the dtype.
-        memory: Where to keep the sum, token-major [B, T, H, D]; None takes fresh memory when it is needed.
     """
 
-    def __init__(self, like: Tensor, memory: Tensor | None = None) -> None:
+    def __init__(self, like: Tensor) -> None:
         self._like = like
         self._dtype = wide_dtype(like.dtype)
         self._written = Written(like.shape[2])
-        self._sum: Tensor | None = None if memory is None else memory.transpose(1, 2)
+        self._sum: Tensor | None = None
 
     def add(self, span: Span, part: Tensor) -> None:
         """Add ``part`` [B * count, H, size, D] to the tokens of ``span``; takes ownership of it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_longctx.attention.buffers import Buffers
 from lightning_longctx.attention.merge import wide_dtype
-from lightning_longctx.attention.messages import message_shape, pair, travels_together
+from lightning_longctx.attention.messages import message_shape, num_bytes
 from lightning_longctx.attention.transport import Pending, Transport
 from lightning_longctx.plan.attention import AttentionPlan
 from lightning_longctx.plan.counts import link_of
@@ -23,9 +23,9 @@ Block = tuple[Tensor, Tensor]
 class Traffic:
     """The messages of one pass on one rank.
 
-    Keys and values are two messages, each token-major [B, T, Hkv, D] on the wire: that is how projections and the CPU
+    Keys and values of a message are two tensors, each token-major [B, T, Hkv, D]: that is how projections and the CPU
     kernel lay them out in memory, so that as a rule nothing is copied before it is sent, not even for some tokens only.
-    Small ones travel together: to post a message costs as much as to copy them.
+    Small ones are joined where to post a second tensor costs as much as to copy both (``Transport.small_bytes``).
 
     Args:
         plan: Says who holds what.
@@ -53,7 +53,7 @@ class Traffic:
         self._buffers = buffers
         self._wire = wire
         self._kept = kept or {}
-        self._arriving: dict[Hop, list[tuple[Pending, Tensor]]] = {}
+        self._arriving: dict[Hop, tuple[Pending, Tensor]] = {}
         self._sending: list[_InUse] = []
 
     def enter(self, step: Step) -> Block | None:
@@ -79,38 +79,32 @@ class Traffic:
         """Send ``hop.parcels`` out of a block that holds ``held`` (None: this rank's whole shard)."""
         shape, dtype = message_shape(hop, self._plan, self._own[0]), self._dtype(hop)
         parts = [part.transpose(1, 2) for part in self._select(block, hop.home, held, hop.parcels)]
-        if travels_together(shape, dtype):
-            message = self.lend((2, *shape), dtype)
-            for into, part in zip(message, parts, strict=True):
+        if self._are_joined(hop.target, shape, dtype):
+            joined = self._buffers.take((2, *shape), dtype, self._own[0].device)
+            self._sending[-1].lent.append(joined)
+            for into, part in zip(joined, parts, strict=True):
                 into.copy_(part)
-            messages = [message]
+            message = [joined]
         else:
-            messages = [part.to(dtype).contiguous() for part in parts]
+            message = [part.to(dtype).contiguous() for part in parts]
         link = link_of(hop, self._plan.ring.inner)
-        self._sending[-1].sends += [(link, self._required.send(hop, message), message) for message in messages]
-
-    def lend(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that is free again when the present step's messages are gone."""
-        buffer = self._buffers.take(shape, dtype, self._own[0].device)
-        self._sending[-1].lent.append(buffer)
-        return buffer
+        self._sending[-1].sends.append((link, self._required.send(hop, message), message))
 
     def add_arrived(self, hop: Hop, sums: Block, held: ParcelIds | None) -> None:
         """Wait for gradients and add them, parcel by parcel, to the sums over the keys and values of ``held``."""
         spans = self._spans(hop.home, held)
-        messages = self._wait_for(hop)
-        for total, message in zip(sums, pair(messages), strict=True):
+        arrived = self._wait_for(hop)
+        for total, message in zip(sums, arrived, strict=True):
             part, start = message.transpose(1, 2), 0
             for first, last in (span for parcel in hop.parcels for span in spans[parcel]):
                 total[:, :, first:last].add_(part[:, :, start : start + last - first])
                 start += last - first
-        for message in messages:
-            self._buffers.give(message)
+        self._buffers.give(arrived)
 
     def settle(self) -> None:
-        """Wait for sends of earlier steps, so that their buffers can be used again.
+        """End sends of earlier steps, so that their buffers can be used again.
 
-        Those inside an inner ring are awaited a step later. Those between inner rings travel behind the work of a whole
+        Those inside an inner ring are due a step later. Those between inner rings travel behind the work of a whole
         window; to wait sooner would stop that work.
         """
         rotation = self._plan.ring.window_slots
@@ -122,39 +116,38 @@ class Traffic:
     def finish(self) -> None:
         """Wait for all sends."""
         for in_use in self._sending:
-            in_use.settle(outer=True, inner=True)
+            in_use.finish()
 
     def _block(self, step: Step) -> tuple[Block, ParcelIds | None]:
         if step.arrival is None:
             return self._own, None
         if step.is_kept:
-            keys, values = self._kept[step.arrival]
+            block = self._kept[step.arrival]
         else:
-            messages = self._wait_for(step.arrival)
-            keys, values = pair(messages)
+            block = self._wait_for(step.arrival)
             if step.arrival not in self._kept:
-                self._sending[-1].lent += messages
+                self._sending[-1].lent.append(block)
+        keys, values = block.unbind(0)
         dtype = self._own[0].dtype
         return (keys.transpose(1, 2).to(dtype), values.transpose(1, 2).to(dtype)), step.arrival.parcels
 
-    def _wait_for(self, hop: Hop) -> list[Tensor]:
-        """Messages whose receives were posted in an earlier step."""
-        messages = []
-        for pending, message in self._arriving.pop(hop):
-            pending.wait()
-            messages.append(message)
-        return messages
+    def _wait_for(self, hop: Hop) -> Tensor:
+        """What a receive that was posted in an earlier step brings, [2, B, T, Hkv, D]."""
+        pending, arrived = self._arriving.pop(hop)
+        pending.wait()
+        return arrived
 
     def _post_receive(self, hop: Hop) -> None:
         shape, dtype = message_shape(hop, self._plan, self._own[0]), self._dtype(hop)
-        together = travels_together(shape, dtype)
-        if hop in self._kept:
-            messages = [self._kept[hop]] if together else list(self._kept[hop])
-        elif together:
-            messages = [self._buffers.take((2, *shape), dtype, self._own[0].device)]
-        else:
-            messages = [self._buffers.take(shape, dtype, self._own[0].device) for _ in self._own]
-        self._arriving[hop] = [(self._required.receive(hop, message), message) for message in messages]
+        buffer = self._kept.get(hop)
+        if buffer is None:
+            buffer = self._buffers.take((2, *shape), dtype, self._own[0].device)
+        message = [buffer] if self._are_joined(hop.source, shape, dtype) else buffer.unbind(0)
+        self._arriving[hop] = self._required.receive(hop, message), buffer
+
+    def _are_joined(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether keys and values of that shape are sent as one tensor; both ends ask."""
+        return num_bytes(shape, dtype) <= self._required.small_bytes(peer)
 
     def _dtype(self, hop: Hop) -> torch.dtype:
         own = self._own[0].dtype
@@ -201,21 +194,28 @@ class _InUse:
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        self.sends: list[tuple[str, Pending, Tensor]] = []
+        self.sends: list[tuple[str, Pending, Sequence[Tensor]]] = []
         self.lent: list[Tensor] = []
         self.age = 0
         self._buffers = buffers
 
     def settle(self, *, outer: bool, inner: bool) -> None:
-        """Wait for sends on those links; when none is left, give back what is lent."""
-        waited = {"outer": outer, "inner": inner}
-        for link, pending, _ in self.sends:
-            if waited[link]:
-                pending.wait()
-        self.sends = [send for send in self.sends if not waited[send[0]]]
+        """Forget sends that are over, those on due links at the latest; when none is left, give back what is lent."""
+        due = {"outer": outer, "inner": inner}
+        self.sends = [send for send in self.sends if not send[1].is_over(due[send[0]])]
         if inner and not self.sends:
-            while self.lent:
-                self._buffers.give(self.lent.pop())
+            self._give_back()
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        for _, pending, _ in self.sends:
+            pending.wait()
+        self.sends.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        while self.lent:
+            self._buffers.give(self.lent.pop())
 
 
 def _joined(spans: list[Interval]) -> list[Interval]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
-
-import numpy as np
 
 from lightning_longctx.plan.stacks import Span
 
@@ -24,31 +23,38 @@ class Written:
     """Marks on the tokens ``0 ... size - 1``. Memory that is stored to first needs no clearing before."""
 
     def __init__(self, size: int) -> None:
-        self._marks = np.zeros(size, dtype=bool)
+        self._size = size
+        self._starts: list[int] = []  # of the runs that are written, in order; no two touch
+        self._stops: list[int] = []
 
     def mark(self, span: Span) -> list[Part]:
         """Mark a span; returns its parts, as few as there can be."""
         slices = [self._mark(span.start + i * span.step, span.size) for i in range(span.count)]
-        alike = all(len(parts) == 1 and parts[0].fresh == slices[0][0].fresh for parts in slices)
-        if alike:
+        if span.count == 1:
+            return slices[0]
+        if all(len(parts) == 1 and parts[0].fresh == slices[0][0].fresh for parts in slices):
             return [Part(0, span.count, 0, span.size, slices[0][0].fresh)]
         return [part._replace(index=i) for i, parts in enumerate(slices) for part in parts]
 
     def _mark(self, start: int, size: int) -> list[Part]:
-        marks = self._marks[start : start + size]
-        if marks.all():
+        stop = start + size
+        low, high = bisect_left(self._stops, start), bisect_right(self._starts, stop)  # runs that touch it
+        runs = list(zip(self._starts[low:high], self._stops[low:high], strict=True))
+        if len(runs) == 1 and runs[0][0] <= start and stop <= runs[0][1]:
             return [Part(0, 1, 0, size, False)]
-        parts = [Part(0, 1, *run) for run in _runs(~marks)] if marks.any() else [Part(0, 1, 0, size, True)]
-        marks[:] = True
+        self._starts[low:high] = [min([start, *self._starts[low:high]])]
+        self._stops[low:high] = [max([stop, *self._stops[low:high]])]
+        parts, done = [], start
+        for first, last in (*runs, (stop, stop)):
+            first, last = max(first, start), min(last, stop)
+            if done < first:
+                parts.append(Part(0, 1, done - start, first - start, True))
+            if first < last:
+                parts.append(Part(0, 1, first - start, last - start, False))
+            done = max(done, last)
         return parts
 
     def gaps(self) -> list[tuple[int, int]]:
         """Parts that were never marked."""
-        if self._marks.all():
-            return []
-        return [(first, last) for first, last, fresh in _runs(~self._marks) if fresh]
-
-
-def _runs(values: np.ndarray) -> list[tuple[int, int, bool]]:
-    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
-    return [(first, last, bool(values[first])) for first, last in zip(edges, edges[1:], strict=False)]
+        between = zip([0, *self._stops], [*self._starts, self._size], strict=True)
+        return [(first, last) for first, last in between if first < last]

@@ -26,12 +26,15 @@ class Communication:
         dtype: What is sent is rounded to this; sums stay wide. null sends keys and values as they are, and gradients
             in float32 (float64 for float64). The numbers then depend on how many ranks there are, by that rounding.
         links: Speeds that ``auto`` counts with.
+        shared_memory: Ranks of one machine that talk over gloo read what is sent out of each other's memory, where the
+            system lets them; false sends it through sockets, as between machines. The numbers are the same.
     """
 
     schedule: Literal["auto", "double_ring", "direct", "all_gather"] = "auto"
     keep_kv: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     links: Links = Links()
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in ("auto", *SCHEDULES):

@@ -84,7 +84,7 @@ class DoubleRing:
 
     @cached_property
     def backward_slots(self) -> tuple[Slot, ...]:
-        """Half of the own block, foreign windows, rest of the own window, other half of the own block.
+        """One half of the own window, the foreign windows, the other half; of the own block, too, half at each end.
 
         The first transfers hide behind the one half, and the last gradients go home behind the other. What was kept
         needs no transfer to hide, so foreign windows come first then.
@@ -95,7 +95,8 @@ class DoubleRing:
             return (own,)
         if self.keep_kv:
             return (*self._foreign_windows, first, *rest, last)
-        return (first, *self._foreign_windows, *rest, last)
+        middle = len(rest) // 2
+        return (first, *rest[:middle], *self._foreign_windows, *rest[middle:], last)
 
     @cached_property
     def forward_keys(self) -> tuple[Timed, ...]:
@@ -233,9 +234,7 @@ class DoubleRing:
         source = self.holder(slots[sent], home)
         if due == len(slots):
             return Timed(0, sent, due, Hop("grad_home", source, home, home, parcels))
-        target = self.holder(slots[due], home)
-        channel: Channel = "grad_inner" if self._same_window(source, target) else "grad_outer"
-        return Timed(sent, sent, due, Hop(channel, source, target, home, parcels))
+        return Timed(sent, sent, due, Hop("grad_inner", source, self.holder(slots[due], home), home, parcels))
 
     def _same_window(self, one: int, other: int) -> bool:
         return one // self.inner == other // self.inner

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from lightning_longctx.plan.parcels import ParcelIds
 
-Channel = Literal["kv_inner", "kv_outer", "grad_inner", "grad_outer", "grad_home"]
-CHANNELS: tuple[Channel, ...] = ("kv_inner", "kv_outer", "grad_inner", "grad_outer", "grad_home")
-"""Each has a process group of its own, so that no chain queues behind another."""
+Channel = Literal["kv_inner", "kv_outer", "grad_inner", "grad_home"]
+CHANNELS: tuple[Channel, ...] = ("kv_inner", "kv_outer", "grad_inner", "grad_home")
+"""Each has a process group of its own, so that no chain queues behind another. Inner ones stay in a window."""
 
 
 Share = Literal["all", "first", "last"]

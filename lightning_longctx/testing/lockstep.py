@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from lightning_longctx.attention.transport import Pending, count_bytes
+from lightning_longctx.attention.transport import Pending, Together, count_bytes
 from lightning_longctx.plan.steps import Hop
 
 T = TypeVar("T")
@@ -68,15 +68,20 @@ class LoopbackTransport:
         self._mailbox = mailbox
         self._inner = inner
 
-    def receive(self, hop: Hop, buffer: Tensor) -> Pending:
-        """See ``Transport.receive``."""
-        return _Receive(self._mailbox, hop, self._mailbox.post(hop), buffer)
+    def small_bytes(self, peer: int) -> int:
+        """See ``Transport.small_bytes``."""
+        return 1 << 16
 
-    def send(self, hop: Hop, tensor: Tensor) -> Pending:
+    def receive(self, hop: Hop, buffers: Sequence[Tensor]) -> Pending:
+        """See ``Transport.receive``."""
+        return Together([_Receive(self._mailbox, hop, self._mailbox.post(hop), buffer) for buffer in buffers])
+
+    def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Pending:
         """See ``Transport.send``."""
-        count_bytes(self.sent_bytes, hop, tensor, self._inner)
-        self._mailbox.put(hop, tensor)
-        return _Sent()
+        count_bytes(self.sent_bytes, hop, tensors, self._inner)
+        for tensor in tensors:
+            self._mailbox.put(hop, tensor)
+        return Together(())
 
 
 class _Receive(NamedTuple):
@@ -88,10 +93,9 @@ class _Receive(NamedTuple):
     def wait(self) -> None:
         self.mailbox.take(self.hop, self.number, self.buffer)
 
-
-class _Sent:
-    def wait(self) -> None:
-        """The mailbox took a copy."""
+    def is_over(self, due: bool) -> bool:
+        """Only the wait delivers."""
+        return False
 
 
 def lockstep(passes: Sequence[Generator[None, None, T]]) -> list[T]:

@@ -1,5 +1,6 @@
 """What the gloo tests run on every rank."""
 
+import os
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_longctx.attention import attend, close_ring, intercepted, open_ring
 from lightning_longctx.attention.attend import calls_made
-from lightning_longctx.attention.transport import find_ring
+from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.sequence.record import SequenceRecord
 from lightning_longctx.testing.oracle import take_shard
@@ -21,16 +22,29 @@ AUTO = Communication()
 
 
 @contextmanager
-def opened(degrees, communication=AUTO, *, length, layout="zigzag", **kwargs):
+def opened(degrees, communication=AUTO, *, length, layout="zigzag", nodes=1, **kwargs):
     """An open ring's record for this rank; ``kwargs`` are fields of it."""
     degrees = Degrees(**degrees).resolve(dist.get_world_size())
     rank = dist.get_rank()
-    ring = open_ring(degrees, rank, timedelta(seconds=60), communication)
+    with on_node(rank * nodes // dist.get_world_size()):
+        ring = open_ring(degrees, rank, timedelta(seconds=60), communication)
     place = axis_rank(degrees, rank, *CONTEXT), degrees.head, axis_rank(degrees, rank, "head")
     try:
         yield SequenceRecord(length, layout, degrees.context, degrees.inner, *place, ring=ring, **kwargs)
     finally:
         close_ring(ring)
+
+
+@contextmanager
+def on_node(node):
+    """As torchrun tells its processes."""
+    before = os.environ.get("GROUP_RANK")
+    os.environ["GROUP_RANK"] = str(node)
+    try:
+        yield
+    finally:
+        del os.environ["GROUP_RANK"]
+        os.environ.update({} if before is None else {"GROUP_RANK": before})
 
 
 def cut(tensor, record):
@@ -54,7 +68,7 @@ def ring_attention(
         mask: ``(causal, window)``.
         communication: How keys and values travel.
         dtype: Of autocast; None is off.
-        fields: More of the record.
+        fields: More of the record, and the ``nodes`` that ranks are spread over.
 
     Returns:
         ``(record, (out, dq, dk, dv[, dsinks]), bytes sent by link)``; ``dsinks`` is this rank's part of a sum.

@@ -21,7 +21,7 @@ from lightning_longctx.attention.heads import (
     unpack_heads,
     unpack_tokens,
 )
-from lightning_longctx.attention.transport import close_ring, find_ring, open_ring
+from lightning_longctx.attention.rings import close_ring, find_ring, open_ring
 from lightning_longctx.testing import GlooPool
 from lightning_longctx.topology import Degrees
 

@@ -6,12 +6,12 @@ Uneven and empty shards, tiny documents and long ones, narrow dtypes on the wire
 import pytest
 import torch
 
-from lightning_longctx.attention import messages
 from lightning_longctx.plan.choose import plan_attention
 from lightning_longctx.plan.communication import SCHEDULES, Communication
 from lightning_longctx.plan.counts import sent_bytes
 from lightning_longctx.plan.mask import CAUSAL, Mask
 from lightning_longctx.sequence.layout import LAYOUTS
+from lightning_longctx.testing.lockstep import LoopbackTransport
 from lightning_longctx.testing.loopback import Mesh, attention_over_ranks
 from lightning_longctx.testing.tolerances import FLOAT64, relative_error, tolerance
 from tests.attention.whole import check, dense, inputs, oracle, rms_errors, sinks_of
@@ -232,7 +232,7 @@ def test_large_keys_and_values_travel_apart(monkeypatch, layout, keep_kv, wire):
     tensors = inputs(48, torch.float32, batch=2)
     mesh = Mesh(layout, 4, 2, documents=(0, 5, 30, 48), communication=Communication(keep_kv=keep_kv, dtype=wire))
     together = attention_over_ranks(*tensors, mesh)
-    monkeypatch.setattr(messages, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(LoopbackTransport, "small_bytes", lambda *_: 0)
     apart = attention_over_ranks(*tensors, mesh)
     for one, other in zip(together[:4], apart[:4], strict=True):
         assert torch.equal(one, other)

@@ -1,6 +1,7 @@
 """The grid between real processes: every two values of any two factors meet in some case."""
 
 import random
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -24,7 +25,11 @@ FACTORS = {
     "rows": ROWS,
     "keep_kv": (False, True),
     "placement": ("head_first", "context_first"),
+    "ways": ("memory", "sockets", "both"),
 }
+"""``both``: half of the ranks are on another node."""
+
+CALLS = ("placement", "ways")
 
 
 def fits(case):
@@ -68,8 +73,8 @@ def head_bytes(case, tokens):
     "factors", CASES, ids=lambda factors: "-".join(str(v).replace(" ", "") for v in factors.values())
 )
 def test_pairwise(gloo, factors):
-    placement = factors["placement"]
-    case = Case(**{name: value for name, value in factors.items() if name != "placement"})
+    placement, ways = (factors[name] for name in CALLS)
+    case = Case(**{name: value for name, value in factors.items() if name not in CALLS})
     context, inner = RINGS[case.ring]
     degrees = dict(data=1, context=context, inner_ring=inner, head=case.head, placement=placement)
     mask, _, _ = MASKS[case.mask]
@@ -81,7 +86,8 @@ def test_pairwise(gloo, factors):
         whole_tensors(case.kv_heads, case.batch, dtype),
         sinks=sinks_for(case, dtype),
         mask=(mask.causal, mask.window),
-        communication=case.mesh.communication,
+        communication=replace(case.mesh.communication, shared_memory=ways != "sockets"),
+        nodes=2 if ways == "both" else 1,
         documents=case.documents,
         num_rows=case.num_rows,
     )

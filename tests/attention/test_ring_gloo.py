@@ -1,8 +1,12 @@
 """Ring attention between real processes: values, gradients and bytes, on groups that do not start at rank 0."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_longctx.attention import close_ring, open_ring
 from lightning_longctx.plan.choose import plan_attention
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.plan.counts import sent_bytes
@@ -108,3 +112,18 @@ def test_autocast_narrows_like_pytorchs_own_attention(gloo):
 def test_the_op_passes_opcheck_between_processes(gloo, world, degrees, keep_kv):
     for result in gloo(world).run(opcheck_on_rank, 16, degrees, keep_kv):
         assert set(result.values()) == {"SUCCESS"}
+
+
+def names_of_rings():
+    degrees = Degrees(context=2).resolve(2)
+    names = [open_ring(degrees, dist.get_rank(), timedelta(seconds=60)) for _ in range(2)]
+    close_ring(names[0])
+    names.append(open_ring(degrees, dist.get_rank(), timedelta(seconds=60)))
+    for name in names[1:]:
+        close_ring(name)
+    return names
+
+
+def test_a_new_ring_does_not_take_the_name_of_an_open_one(gloo):
+    for names in gloo(2).run(names_of_rings):
+        assert len(set(names)) == 3

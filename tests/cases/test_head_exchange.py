@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_longctx.attention.exchange import trade_heads_for_tokens, trade_tokens_for_heads
-from lightning_longctx.attention.transport import close_ring, open_ring
+from lightning_longctx.attention.rings import close_ring, open_ring
 from lightning_longctx.testing import GlooPool
 from lightning_longctx.testing.oracle import attention_oracle
 from lightning_longctx.testing.tolerances import assert_close_relative

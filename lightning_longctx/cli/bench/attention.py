@@ -49,6 +49,7 @@ class AttentionBench:
         schedule: How keys and values travel; auto counts which of the others is the fastest.
         keep_kv: Keep keys and values that came from other inner rings until backward.
         communication_dtype: What is sent is rounded to this. null sends keys and values as they are.
+        shared_memory: Whether ranks read messages out of each other's memory, or send them through sockets.
         backend: What computes one tile; auto takes the fastest that can.
         peers: Also run other packages that do the same, those that are installed. They compute with PyTorch's own CPU
             operation in place of flash-attn, so schedules are compared, not kernels. One that fails the check is not
@@ -75,6 +76,7 @@ class AttentionBench:
     schedule: Literal["auto", "double_ring", "direct", "all_gather"] = "auto"
     keep_kv: bool = False
     communication_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    shared_memory: bool = True
     backend: str = "auto"
     peers: bool = False
     repeats: int = 5
@@ -131,7 +133,9 @@ class AttentionBench:
             backend=self.backend,
             head=self.head,
             placement=self.placement,
-            communication=Communication(self.schedule, self.keep_kv, self.communication_dtype, LINKS),
+            communication=Communication(
+                self.schedule, self.keep_kv, self.communication_dtype, LINKS, self.shared_memory
+            ),
         )
         return replace(case, layout=fastest_layout(case)) if self.layout == "auto" else case
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from lightning_longctx.attention import attend, close_ring, open_ring
-from lightning_longctx.attention.transport import find_ring
+from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.cli.bench.attention_case import AttentionCase, forward_backward, take
 from lightning_longctx.cli.bench.single_process import SingleProcess
 from lightning_longctx.cli.bench.systems import Job, System

@@ -52,6 +52,7 @@ class RingBench:
         schedule: How this package's rings pass keys and values on; auto counts which is fastest.
         keep_kv: Whether all of this package's rings keep what came from other nodes until backward.
         communication_dtype: What this package's rings round to before sending. null sends as it is.
+        shared_memory: Whether ranks of a node read messages out of each other's memory, or send them over the cable.
         systems: Which to run, with commas between: flat,double,keep_kv,head_inside,head_across,head_all,auto. null
             runs all that fit the heads.
         repeats: Timed runs of each system; the median counts.
@@ -74,6 +75,7 @@ class RingBench:
     schedule: Literal["auto", "double_ring", "direct", "all_gather"] = "double_ring"
     keep_kv: bool = False
     communication_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    shared_memory: bool = True
     systems: str | None = None
     repeats: int = 9
     warmup: int = 2
@@ -175,6 +177,7 @@ class RingBench:
             layout="zigzag",
             inner_ring=self.ranks_per_node,
             communication_dtype=self.communication_dtype,
+            shared_memory=self.shared_memory,
             repeats=self.repeats,
             warmup=self.warmup,
             csv=self.csv,
@@ -185,7 +188,8 @@ class RingBench:
 
         ranks_per_nic = self.ranks_per_node if self.shared_nic else 1
         links = emulated_links(self.nic_mbit, ranks_per_nic, self.num_ranks, num_cores())
-        return Communication(self.schedule, self.keep_kv or row == "keep_kv", self.communication_dtype, links)
+        keep_kv = self.keep_kv or row == "keep_kv"
+        return Communication(self.schedule, keep_kv, self.communication_dtype, links, self.shared_memory)
 
     def _degrees(self, row: str) -> Degrees:
         if row != "auto":
