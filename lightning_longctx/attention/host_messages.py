@@ -5,19 +5,19 @@ attention. Here a Unix socket for each pair of ranks carries only notices: *offe
 *taken*. There is no thread: whoever waits for one message takes all that were asked for and are there.
 
 A rank that waits for gloo takes nothing meanwhile. So nobody may wait for a message to be taken while others still need
-something from him: senders look whether it was (``is_over``), and wait when they have sent everything.
+something from it: senders look whether it was (``is_over``), and wait when they have sent everything.
 """
 
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import socket
 import struct
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ MOST_TENSORS = 2
 
 _NOTICE = struct.Struct(f"<BBIQ{MOST_TENSORS}Q")  # kind, channel, number, bytes, addresses
 _OFFERED, _TAKEN = 0, 1
-_POLL_SECONDS, _FULL_SECONDS = 3600.0, 0.001  # poll takes 24 days at most; a full socket is tried again soon
+_POLL_SECONDS, _FULL_SECONDS = 3600.0, 0.001  # selectors take 24 days at most; a full socket is tried again soon
 
 
 class Link(NamedTuple):
@@ -48,34 +48,22 @@ class _Key(NamedTuple):
     number: int
 
 
-class Arrival(NamedTuple):
-    """A message on its way to this rank."""
+class Message(NamedTuple):
+    """One on its way, to this rank or from it; ``pending`` are those like it that were not taken yet."""
 
-    messages: HostMessages
+    carrier: HostMessages
+    pending: Mapping[_Key, Sequence[Tensor]]
     key: _Key
 
     def wait(self) -> None:
-        """Block until the buffers may be read."""
-        self.messages.finish(self.key, sent=False)
+        """Block until it was taken: the buffers may be read (receive), the tensors reused (send)."""
+        self.carrier.wait_for(self.key, self.pending)
 
     def is_over(self, due: bool) -> bool:
-        """Whether the wait would end at once."""
-        return self.messages.is_over(self.key, sent=False)
-
-
-class Departure(NamedTuple):
-    """A message on its way from this rank."""
-
-    messages: HostMessages
-    key: _Key
-
-    def wait(self) -> None:
-        """Block until the tensors may be reused."""
-        self.messages.finish(self.key, sent=True)
-
-    def is_over(self, due: bool) -> bool:
-        """Whether the wait would end at once. Never blocks: the receiver may wait for gloo, and then takes nothing."""
-        return self.messages.is_over(self.key, sent=True)
+        """Whether it was taken. Never blocks, due or not: the receiver may wait for gloo, and then takes nothing."""
+        if self.key in self.pending:
+            self.carrier.listen(0.0)
+        return self.key not in self.pending
 
 
 class HostMessages:
@@ -84,7 +72,7 @@ class HostMessages:
     On each channel the n-th receive gets the n-th message that was sent. Both calls return at once.
 
     Args:
-        links: By global rank.
+        links: By global rank; none where no rank can be reached so.
         timeout: For every message.
     """
 
@@ -97,41 +85,41 @@ class HostMessages:
         self._offered: dict[_Key, tuple[int, list[int]]] = {}
         self._untaken: dict[_Key, Sequence[Tensor]] = {}  # keeps them alive, too
         self._unsent: deque[tuple[int, bytes]] = deque()  # notices that a full socket did not take
-        self._by_handle = {link.socket.fileno(): rank for rank, link in links.items()}
-        self._poll = select.poll()
-        for link in links.values():
+        self._selector = selectors.DefaultSelector()
+        for rank, link in links.items():
             link.socket.setblocking(False)
-            self._poll.register(link.socket, select.POLLIN)
+            self._selector.register(link.socket, selectors.EVENT_READ, rank)
         _OPEN.add(self)
 
     def __contains__(self, rank: int) -> bool:
         """Whether messages go this way; that rank says the same of this one."""
         return rank in self._links
 
-    def receive(self, source: int, channel: int, buffers: Sequence[Tensor]) -> Arrival:
+    def receive(self, source: int, channel: int, buffers: Sequence[Tensor]) -> Message:
         """Fill one or two contiguous buffers with the next message of a channel."""
         key = self._next("receive", source, channel)
         self._wanted[key] = buffers
         self._copy(key)
-        return Arrival(self, key)
+        return Message(self, self._wanted, key)
 
-    def send(self, target: int, channel: int, tensors: Sequence[Tensor]) -> Departure:
+    def send(self, target: int, channel: int, tensors: Sequence[Tensor]) -> Message:
         """Offer one or two contiguous tensors, which must stay untouched until the wait."""
         key = self._next("send", target, channel)
         self._untaken[key] = tensors
         self._notify(_OFFERED, key, sum(tensor.nbytes for tensor in tensors), [x.data_ptr() for x in tensors])
-        return Departure(self, key)
+        return Message(self, self._untaken, key)
 
     def close(self) -> None:
         """Close the sockets when all notices have left; all messages must have been waited for."""
         deadline = time.monotonic() + self._seconds
         while self._unsent and time.monotonic() < deadline:
-            self._listen(_FULL_SECONDS)
+            self.listen(_FULL_SECONDS)
         _OPEN.discard(self)
         self.forget()
 
     def forget(self) -> None:
         """Close this process' ends."""
+        self._selector.close()
         for link in self._links.values():
             link.socket.close()
 
@@ -140,36 +128,25 @@ class HostMessages:
         self._counts[direction, peer, channel] += 1
         return _Key(peer, channel, number)
 
-    def is_over(self, key: _Key, sent: bool) -> bool:
-        """Whether a message was taken, by the other end (``sent``) or this one."""
-        pending = self._untaken if sent else self._wanted
-        if key in pending:
-            self._listen(0.0)
-        return key not in pending
+    def wait_for(self, key: _Key, pending: Mapping[_Key, Sequence[Tensor]]) -> None:
+        """Wait until a message is no longer pending.
 
-    def finish(self, key: _Key, sent: bool) -> None:
-        """Wait for that."""
-        pending = self._untaken if sent else self._wanted
-        self._wait(lambda: key not in pending, key.peer)
+        Raises:
+            RuntimeError: The other rank has ended, or the timeout is over.
+        """
+        deadline, left = time.monotonic() + self._seconds, 0.0
+        while key in pending:
+            self.listen(left)
+            if key in pending and key.peer in self._ended:
+                raise _ended(key.peer)
+            if key in pending and (left := deadline - time.monotonic()) <= 0:
+                raise RuntimeError(f"timed out waiting {self._seconds:g} s for rank {key.peer}.")
 
-    def _wait(self, is_done: Callable[[], bool], peer: int) -> None:
-        if is_done():
-            return
-        deadline = time.monotonic() + self._seconds
-        self._listen(0.0)
-        while not is_done():
-            if peer in self._ended:
-                raise _ended(peer)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RuntimeError(f"timed out waiting {self._seconds:g} s for rank {peer}.")
-            self._listen(left)
-
-    def _listen(self, seconds: float) -> None:
+    def listen(self, seconds: float) -> None:
         """Read notices, waiting at most that long for the first, and take what is wanted."""
         seconds = min(seconds, _FULL_SECONDS if self._unsent else _POLL_SECONDS)
-        for handle, _ in self._poll.poll(seconds * 1000):
-            self._read_notices(self._by_handle[handle])
+        for ready, _ in self._selector.select(seconds):
+            self._read_notices(ready.data)
         self._flush()
 
     def _read_notices(self, peer: int) -> None:
@@ -182,7 +159,7 @@ class HostMessages:
             except ConnectionResetError:  # it did not read all of ours; what it sent is still there
                 continue
             if not notice:  # no fault yet: it may have nothing more to say
-                self._poll.unregister(end)
+                self._selector.unregister(end)
                 self._ended.add(peer)
                 return
             kind, channel, number, size, *addresses = _NOTICE.unpack(notice)
@@ -233,7 +210,8 @@ def _forget_in_child() -> None:
         messages.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):  # where processes can fork
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _ended(peer: int) -> RuntimeError:

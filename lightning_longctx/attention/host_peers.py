@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_longctx.attention import peer_memory
-from lightning_longctx.attention.host_messages import HostMessages, Link
+from lightning_longctx.attention.host_messages import Link
 
 Pairs = frozenset[frozenset[int]]
 """Of global ranks."""
@@ -39,7 +39,7 @@ class _Card(NamedTuple):
     """Where the secret lies in its memory."""
 
 
-def find_host_peers(rank: int, partners: Collection[int], timeout: timedelta) -> tuple[HostMessages | None, Pairs]:
+def find_host_peers(rank: int, partners: Collection[int], timeout: timedelta) -> tuple[dict[int, Link], Pairs]:
     """Connect to the partners that can read this process' memory and be read by it; a collective over the world.
 
     A pair that cannot goes on over process groups: on two machines or nodes, in two containers, or where the system
@@ -48,14 +48,14 @@ def find_host_peers(rank: int, partners: Collection[int], timeout: timedelta) ->
     Args:
         rank: This process' global rank.
         partners: Global ranks that it exchanges messages with, and they with it.
-        timeout: For every message.
+        timeout: For those that come to connect.
 
     Returns:
-        What carries messages to those partners, None if there are none; and all such pairs of the world. Nobody finds
-        anybody unless the world talks over gloo: tensors of other backends are not in this kind of memory.
+        Links to those partners, and all such pairs of the world. Nobody finds anybody unless the world talks over gloo:
+        tensors of other backends are not in this kind of memory.
     """
-    if dist.get_backend() != "gloo":
-        return None, frozenset()
+    if dist.get_backend() != "gloo" or not peer_memory.is_possible():
+        return {}, Pairs()
     secret = secrets.token_bytes(_SECRET_BYTES)
     kept = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
     with ExitStack() as until_met:
@@ -69,7 +69,7 @@ def find_host_peers(rank: int, partners: Collection[int], timeout: timedelta) ->
         links = _connect(cards, [other for other in peers if other < rank], rank)
         links |= _accept(door, cards, sum(other > rank for other in peers), timeout)
         dist.barrier()  # the door stays until all have come in
-    return HostMessages(links, timeout) if links else None, pairs
+    return links, pairs
 
 
 def _open(door: socket.socket, until_met: ExitStack) -> str:
@@ -105,7 +105,7 @@ def _machine() -> str:
 
 
 def _is_readable(card: _Card, machine: str) -> bool:
-    if card.machine != machine or not card.socket_path or not peer_memory.is_possible():
+    if card.machine != machine or not card.socket_path:
         return False
     found = torch.zeros(_SECRET_BYTES, dtype=torch.uint8)
     try:

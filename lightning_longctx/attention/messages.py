@@ -37,5 +37,4 @@ def kept_memory(plan: AttentionPlan, key: Tensor, dtype: torch.dtype, flat: Tens
 
 def kept_bytes(plan: AttentionPlan, key: Tensor, dtype: torch.dtype) -> int:
     """Size of that tensor."""
-    shapes = (message_shape(hop, plan, key) for hop in plan.ring.kept(plan.rank))
-    return 2 * dtype.itemsize * sum(map(math.prod, shapes))
+    return sum(num_bytes((2, *message_shape(hop, plan, key)), dtype) for hop in plan.ring.kept(plan.rank))

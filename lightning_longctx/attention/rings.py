@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations, count
@@ -29,14 +29,14 @@ class Ring:
         heads: The head ranks; None if there is one.
         communication: How messages travel.
         buffers: For what arrives; reused from layer to layer.
-        host: Carries messages to ranks of the same machine; None if there are none.
+        host: Carries messages to ranks of the same machine.
     """
 
     transport: GroupTransport | None
     heads: HeadGroup | None
     communication: Communication
     buffers: Buffers
-    host: HostMessages | None
+    host: HostMessages
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -71,38 +71,37 @@ def open_ring(
         return ""
     keep_freed_memory()
     name = f"ring{next(_NUMBERS)}"
-    host, near = None, Pairs()
+    links, near = {}, Pairs()
     if communication.shared_memory:
         partners = {*group_of(degrees, rank, *CONTEXT), *group_of(degrees, rank, "head")} - {rank}
-        host, near = find_host_peers(rank, partners, timeout)
-    transport, heads = None, None
+        links, near = find_host_peers(rank, partners, timeout)
+    host, transport, heads = HostMessages(links, timeout), None, None
     for members in axis_groups(degrees, *CONTEXT) if degrees.context > 1 else ():
         groups: dict[Channel, dist.ProcessGroup] = {}
         for channel in CHANNELS:
-            if _some_need_a_group(_pairs(channel, members, degrees.inner), near):
+            if any(pair not in near for pair in _pairs(channel, members, degrees.inner)):
                 groups[channel] = _new_group(members, timeout, channel)
         if rank in members:
             transport = GroupTransport(members, degrees.inner, groups, host)
     for members in axis_groups(degrees, "head") if degrees.head > 1 else ():
-        needed = _some_need_a_group(combinations(members, 2), near)
-        group = _new_group(members, timeout, "heads") if needed else None
+        is_far = any(pair not in near for pair in map(frozenset, combinations(members, 2)))
+        group = _new_group(members, timeout, "heads") if is_far else None
         if rank in members:
             heads = HeadGroup(members, rank, group, host)
     _RINGS[name] = Ring(transport, heads, communication, Buffers(), host)
     return name
 
 
-def _pairs(channel: Channel, members: tuple[int, ...], inner: int) -> Iterator[tuple[int, int]]:
-    """Which of a context group's ranks a channel joins."""
+def _pairs(channel: Channel, members: tuple[int, ...], inner: int) -> Iterator[frozenset[int]]:
+    """Which of a context group's ranks a channel joins.
+
+    It gets a process group only if memory does not reach all of them: each group of gloo has a thread that wakes up a
+    hundred times a second.
+    """
     for (i, one), (j, other) in combinations(enumerate(members), 2):
         same_window = i // inner == j // inner
         if channel == "grad_home" or same_window == channel.endswith("inner"):
-            yield one, other
-
-
-def _some_need_a_group(pairs: Iterable[tuple[int, int]], near: Pairs) -> bool:
-    """Every process group of gloo has a thread that wakes up a hundred times a second."""
-    return any(frozenset(pair) not in near for pair in pairs)
+            yield frozenset((one, other))
 
 
 def close_ring(name: str) -> None:
@@ -112,8 +111,7 @@ def close_ring(name: str) -> None:
         for end in (ring.transport, ring.heads):
             if end is not None:
                 end.close()
-        if ring.host is not None:
-            ring.host.close()
+        ring.host.close()
 
 
 def find_ring(name: str) -> Ring | None:

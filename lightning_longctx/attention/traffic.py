@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_longctx.attention.buffers import Buffers
 from lightning_longctx.attention.merge import wide_dtype
 from lightning_longctx.attention.messages import message_shape, num_bytes
-from lightning_longctx.attention.transport import Pending, Transport
+from lightning_longctx.attention.transport import Pending, Sent, Transport
 from lightning_longctx.plan.attention import AttentionPlan
 from lightning_longctx.plan.counts import link_of
 from lightning_longctx.plan.parcels import Interval, ParcelIds
@@ -194,7 +194,7 @@ class _InUse:
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        self.sends: list[tuple[str, Pending, Sequence[Tensor]]] = []
+        self.sends: list[tuple[str, Sent, Sequence[Tensor]]] = []
         self.lent: list[Tensor] = []
         self.age = 0
         self._buffers = buffers
@@ -208,8 +208,8 @@ class _InUse:
 
     def finish(self) -> None:
         """Wait for all sends."""
-        for _, pending, _ in self.sends:
-            pending.wait()
+        for _, sent, _ in self.sends:
+            sent.wait()
         self.sends.clear()
         self._give_back()
 

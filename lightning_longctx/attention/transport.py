@@ -24,8 +24,12 @@ class Pending(Protocol):
         """Block until the buffers may be read (receive) or reused (send)."""
         ...
 
+
+class Sent(Pending, Protocol):
+    """A message on its way from this rank."""
+
     def is_over(self, due: bool) -> bool:
-        """Whether that is so. ``due`` lets it block, which it does only where that holds up nobody else."""
+        """Whether its tensors may be reused. ``due`` lets it block, which it does only where that holds up nobody."""
         ...
 
 
@@ -43,7 +47,7 @@ class Transport(Protocol):
         """Fill the contiguous ``buffers`` with the message of ``hop``: as many as are sent, and of those sizes."""
         ...
 
-    def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Pending:
+    def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Sent:
         """Send the contiguous ``tensors``, which must stay untouched until the wait."""
         ...
 
@@ -54,7 +58,7 @@ def count_bytes(counter: Counter[str], hop: Hop, tensors: Sequence[Tensor], inne
 
 
 class Together(NamedTuple):
-    """Several as one."""
+    """Several as one. Those of a process group are through when both ends have posted them, whatever they do."""
 
     parts: Sequence[Pending]
 
@@ -62,20 +66,6 @@ class Together(NamedTuple):
         """Wait for all of them."""
         for part in self.parts:
             part.wait()
-
-    def is_over(self, due: bool) -> bool:
-        """Whether all are."""
-        return all([part.is_over(due) for part in self.parts])
-
-
-class Posted(NamedTuple):
-    """A message of a process group: it is through when both ends have posted it, whatever they do."""
-
-    work: dist.Work
-
-    def wait(self) -> None:
-        """Wait for it."""
-        self.work.wait()
 
     def is_over(self, due: bool) -> bool:
         """Without waiting nobody knows."""
@@ -95,7 +85,7 @@ class GroupTransport:
         members: Global ranks, by position on the context axes.
         inner: Ranks of an inner ring.
         groups: Those that are needed.
-        host: Carries messages to global ranks of the same machine; None if there are none.
+        host: Carries messages to ranks of the same machine.
     """
 
     def __init__(
@@ -103,7 +93,7 @@ class GroupTransport:
         members: tuple[int, ...],
         inner: int,
         groups: dict[Channel, dist.ProcessGroup],
-        host: HostMessages | None = None,
+        host: HostMessages,
     ) -> None:
         self.sent_bytes: Counter[str] = Counter()
         self._members = members
@@ -113,21 +103,21 @@ class GroupTransport:
 
     def small_bytes(self, peer: int) -> int:
         """See ``Transport.small_bytes``."""
-        return 0 if self._is_near(self._members[peer]) else _SMALL_BYTES  # in memory they are one message anyway
+        return 0 if self._members[peer] in self._host else _SMALL_BYTES  # in memory they are one message anyway
 
     def receive(self, hop: Hop, buffers: Sequence[Tensor]) -> Pending:
         """See ``Transport.receive``."""
         source = self._members[hop.source]
-        if self._host is not None and source in self._host:
+        if source in self._host:
             return self._host.receive(source, CHANNELS.index(hop.channel), buffers)
         group = self._groups[hop.channel]
         return Together([_posted(dist.irecv(buffer, src=source, group=group)) for buffer in buffers])
 
-    def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Pending:
+    def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Sent:
         """See ``Transport.send``."""
         count_bytes(self.sent_bytes, hop, tensors, self._inner)
         target = self._members[hop.target]
-        if self._host is not None and target in self._host:
+        if target in self._host:
             return self._host.send(target, CHANNELS.index(hop.channel), tensors)
         group = self._groups[hop.channel]
         return Together([_posted(dist.isend(tensor, dst=target, group=group)) for tensor in tensors])
@@ -137,14 +127,11 @@ class GroupTransport:
         for group in self._groups.values():
             dist.destroy_process_group(group)
 
-    def _is_near(self, rank: int) -> bool:
-        return self._host is not None and rank in self._host
-
 
 def _posted(work: dist.Work | None) -> Pending:
     if work is None:
         raise RuntimeError("this process is not a member of the ring's process groups.")
-    return Posted(work)
+    return work
 
 
 class HeadGroup:
@@ -154,11 +141,11 @@ class HeadGroup:
         members: Global ranks.
         rank: This one's.
         group: Of the members; None if all are on this machine.
-        host: Carries messages to global ranks of the same machine; None if there are none.
+        host: Carries messages to ranks of the same machine.
     """
 
     def __init__(
-        self, members: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, host: HostMessages | None = None
+        self, members: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, host: HostMessages
     ) -> None:
         self.sent_bytes: Counter[str] = Counter()
         self.degree = len(members)
@@ -172,15 +159,12 @@ class HeadGroup:
         self.sent_bytes["head"] += sent[0].nbytes * (self.degree - 1)
         if self._group is not None:
             dist.all_to_all_single(received, sent, group=self._group)
-        elif self._host is not None:
-            self._exchange_on(self._host, sent, received)
-
-    def _exchange_on(self, host: HostMessages, sent: Tensor, received: Tensor) -> None:
+            return
         others = [(i, other) for i, other in enumerate(self._members) if i != self.rank]
-        pending: list[Pending] = [host.receive(other, _HEADS, [received[i]]) for i, other in others]
-        pending += [host.send(other, _HEADS, [sent[i]]) for i, other in others]
+        arriving = [self._host.receive(other, _HEADS, [received[i]]) for i, other in others]
+        leaving = [self._host.send(other, _HEADS, [sent[i]]) for i, other in others]
         received[self.rank].copy_(sent[self.rank])
-        Together(pending).wait()
+        Together([*arriving, *leaving]).wait()
 
     def close(self) -> None:
         """Free the process group."""

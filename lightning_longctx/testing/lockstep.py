@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from lightning_longctx.attention.transport import Pending, Together, count_bytes
+from lightning_longctx.attention.transport import Pending, Sent, Together, count_bytes
 from lightning_longctx.plan.steps import Hop
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class LoopbackTransport:
         """See ``Transport.receive``."""
         return Together([_Receive(self._mailbox, hop, self._mailbox.post(hop), buffer) for buffer in buffers])
 
-    def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Pending:
+    def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Sent:
         """See ``Transport.send``."""
         count_bytes(self.sent_bytes, hop, tensors, self._inner)
         for tensor in tensors:
@@ -92,10 +92,6 @@ class _Receive(NamedTuple):
 
     def wait(self) -> None:
         self.mailbox.take(self.hop, self.number, self.buffer)
-
-    def is_over(self, due: bool) -> bool:
-        """Only the wait delivers."""
-        return False
 
 
 def lockstep(passes: Sequence[Generator[None, None, T]]) -> list[T]:

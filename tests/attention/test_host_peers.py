@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_longctx.attention import attend, peer_memory
+from lightning_longctx.attention.host_messages import HostMessages
 from lightning_longctx.attention.host_peers import find_host_peers
 from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.attention.traffic import Traffic
@@ -33,13 +34,12 @@ def found_peers(nodes=1, blind=()):
     peer_memory.read = refused if rank in blind else read
     try:
         with on_node(rank * nodes // world):
-            found, pairs = find_host_peers(rank, set(range(world)) - {rank}, timedelta(seconds=30))
+            links, pairs = find_host_peers(rank, set(range(world)) - {rank}, timedelta(seconds=30))
     finally:
         peer_memory.read = read
-    peers = [peer for peer in range(world) if found is not None and peer in found]
+    peers = sorted(links)
     assert peers == sorted(other for pair in pairs if rank in pair for other in pair - {rank})
-    if found is not None:
-        found.close()
+    HostMessages(links, timedelta(seconds=30)).close()
     return peers
 
 
