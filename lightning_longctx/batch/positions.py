@@ -36,6 +36,23 @@ def row_positions(position_ids: Tensor, tokens: tuple[int, int], hidden: Tensor 
     return torch.where(beyond > 0, positions.gather(1, last.to(positions.device)) + beyond, positions)
 
 
+def row_lengths(position_ids: Tensor, hidden: Tensor | None = None) -> tuple[int, ...]:
+    """Highest position of every row plus one, without padding: ``row_lengths`` of a ``SequenceRecord``.
+
+    Args:
+        position_ids: As ``row_positions`` returns them, before padding to a multiple of the degrees.
+        hidden: [B, S] booleans: padding at the tail of rows.
+
+    Returns:
+        One number if all rows agree, else one for each; none for positions that are not [B, S].
+    """
+    if position_ids.ndim != 2:
+        return ()
+    seen = position_ids if hidden is None else position_ids.masked_fill(hidden.to(position_ids.device), -1)
+    lengths = (seen.amax(dim=1) + 1).tolist()
+    return tuple(lengths[:1] if len(set(lengths)) == 1 else lengths)
+
+
 def document_starts(position_ids: Tensor) -> Tensor:
     """Where in [B, S] positions a document begins, as booleans: at every row's start, and where positions do not go on.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_longctx.batch.cut import cut_entries
 from lightning_longctx.batch.entries import LABELS, TOKENS, attention_padding, sequence_dim, tokens_shape
 from lightning_longctx.batch.labels import IGNORE, count_valid, shift_labels
-from lightning_longctx.batch.positions import document_starts, find_documents, row_positions
+from lightning_longctx.batch.positions import document_starts, find_documents, row_lengths, row_positions
 from lightning_longctx.batch.sharding import Sharding
 from lightning_longctx.sequence.layout import padded_length
 
@@ -48,6 +48,7 @@ def shard_batch(batch: Any, sharding: Sharding) -> Any:
     hidden = _hide_padding(entries, tokens)
     entries.setdefault("position_ids", torch.arange(tokens[1], device=_token_entry(entries).device))
     entries["position_ids"] = row_positions(entries["position_ids"], tokens, hidden)
+    lengths = row_lengths(entries["position_ids"], hidden)
     configured = dict(sharding.sequence_dims)
     if absent := sorted(configured.keys() - entries.keys()):
         raise ValueError(f"sequence_dims names {absent}, but the batch has the entries {sorted(entries)}. Correct it.")
@@ -64,8 +65,8 @@ def shard_batch(batch: Any, sharding: Sharding) -> Any:
         dims["shift_labels"] = 1
     num_valid_tokens = count_valid(whole["shift_labels"]) if "shift_labels" in whole else -1
     padded = length > tokens[1] or hidden is not None
-    checksum = _checksum(whole, length, num_rows, num_valid_tokens, *documents)
-    record = sharding.record(length, num_valid_tokens, checksum, documents, num_rows, padded)
+    checksum = _checksum(whole, length, num_rows, num_valid_tokens, *lengths, *documents)
+    record = sharding.record(length, num_valid_tokens, checksum, documents, num_rows, padded, lengths)
     return _like(batch, cut_entries(whole, dims, record) | {"sequence": record})
 
 

@@ -80,6 +80,7 @@ class Sharding:
         documents: Documents = (),
         num_rows: int = 1,
         padded: bool = False,
+        row_lengths: tuple[int, ...] = (),
     ) -> SequenceRecord:
         """The record of a batch whose sequences have ``length`` tokens, padding included; arguments as there."""
         return SequenceRecord(
@@ -93,6 +94,7 @@ class Sharding:
             documents=documents,
             num_rows=num_rows,
             padded=padded,
+            row_lengths=row_lengths,
             num_valid_tokens=num_valid_tokens,
             checksum=checksum,
             ring=self.ring,

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-longctx fit|validate|test|predict|bench|explain|recipes``."""
+"""The command line: ``lightning-longctx fit|validate|test|predict|bench|explain|export|recipes``."""
 
 from lightning_longctx.cli.main import COMMANDS, main
 

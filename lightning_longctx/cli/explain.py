@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from lightning_longctx.attention.backends import Needs
+from lightning_longctx.attention.backends.registry import PREFERENCE, refusals
 from lightning_longctx.cli.bench.masks import document_lengths, parse_mask
-from lightning_longctx.cli.explain_tables import arrangement_table, layout_table, schedule_table
+from lightning_longctx.cli.explain_tables import arrangement_table, backend_table, layout_table, schedule_table
 from lightning_longctx.plan.arrange import explain_arrangements
 from lightning_longctx.plan.communication import SCHEDULES, Communication
 from lightning_longctx.plan.layouts import explain_layouts
@@ -30,6 +33,7 @@ EXAMPLES = """
   lightning-longctx explain --tokens 131072 --ranks 16 --inner_ring 8
   lightning-longctx explain --tokens 65536 --documents 1024           packed documents
   lightning-longctx explain --mask window:4096 --links.outer_gbits 25
+  lightning-longctx explain --dtype float32 --softcap true            which backend computes that, and why
 """
 
 
@@ -37,10 +41,10 @@ EXAMPLES = """
 class Explain:
     """Count what attention computes and sends, layout by layout, and show what would be chosen.
 
-    Nothing runs: no process is started, no GPU is needed. Three tables: the layouts of the sequence, the schedules that
-    move keys and values over the chosen one, and the ways to arrange all ranks of the cluster in rings and head groups.
-    Each marks its choice with a star. Times are of one attention call, forward and backward, from simple models of the
-    machine: trust their order, not their digits.
+    Nothing runs: no process is started, no GPU is needed. Four tables: the layouts of the sequence, the schedules that
+    move keys and values over the chosen one, the backends that compute it on a GPU and on a CPU, and the ways to
+    arrange all ranks of the cluster in rings and head groups. Each marks its choice with a star. Times are of one
+    attention call, forward and backward, from simple models of the machine: trust their order, not their digits.
 
     Args:
         tokens: Length of the sequence.
@@ -53,6 +57,8 @@ class Explain:
         kv_heads: Key/value heads; must divide heads. null is as many as heads.
         width: Width of one head.
         dtype: Of queries, keys and values.
+        softcap: Whether attention caps its scores; only the backends ask.
+        dropout: Whether attention drops weights; only the backends ask.
         keep_kv: Keep keys and values of other nodes until backward instead of sending them again.
         links: Speeds of the cluster.
 
@@ -69,6 +75,8 @@ class Explain:
     kv_heads: int | None = None
     width: int = 128
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    softcap: bool = False
+    dropout: bool = False
     keep_kv: bool = False
     links: Links = Links()
 
@@ -105,6 +113,14 @@ class Explain:
         """``mask``, parsed."""
         return parse_mask(self.mask).mask
 
+    @property
+    def needs(self) -> tuple[Needs, ...]:
+        """What a backend must compute, on every device type that has some."""
+        options = (self.width, self.position_mask.window is not None, self.softcap, self.dropout)
+        return tuple(
+            Needs(torch.device(device), getattr(torch, self.dtype), *options) for device in reversed(PREFERENCE)
+        )
+
     def packed(self) -> Documents:
         """Cumulative lengths of the documents; empty if nothing is packed."""
         if self.documents is None:
@@ -115,7 +131,7 @@ class Explain:
         return tuple(ends)
 
     def text(self) -> str:
-        """The three tables, each with its reason."""
+        """The four tables, each with its reason."""
         documents, mask, shape = self.packed(), self.position_mask, self.shape
         layouts = explain_layouts(
             self.tokens, self.ranks, self.inner, documents, masks=(mask,), links=self.links, shape=shape
@@ -130,7 +146,12 @@ class Explain:
         chosen = estimate_attention(record, shape, mask, ways).schedule
         nodes = self.ranks // self.inner
         arrangements = explain_arrangements(nodes, self.inner, self.tokens, shape, mask, ways, layout, documents)
-        tables = (layout_table(layouts), schedule_table(schedules, chosen, layout), arrangement_table(arrangements))
+        tables = (
+            layout_table(layouts),
+            schedule_table(schedules, chosen, layout),
+            backend_table([(needs, refusals(needs)) for needs in self.needs], torch.cuda.is_available()),
+            arrangement_table(arrangements),
+        )
         return "\n\n".join("\n".join(lines) for lines in tables if lines)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from lightning_longctx.attention.backends import Needs
 from lightning_longctx.plan.arrange import Arrangement
 from lightning_longctx.plan.layouts import LayoutCount
 from lightning_longctx.plan.simulate import Estimate
+
+_TEXTS = ("layout", "schedule", "arrangement", "degrees", "device", "backend", "verdict")
+"""Columns that are not numbers."""
 
 
 def layout_table(rows: Sequence[LayoutCount]) -> list[str]:
@@ -67,6 +71,28 @@ def schedule_reason(rows: Sequence[Estimate], chosen: str) -> str:
     return f"{chosen}: what schedule=auto takes here; a rank sends {_size(best.mean_bytes)} on average{outer}."
 
 
+def backend_table(rows: Sequence[tuple[Needs, Mapping[str, str | None]]], has_gpu: bool) -> list[str]:
+    """Backends on each device, in the order that ``auto`` asks them, and what each says, as lines.
+
+    Args:
+        rows: What is asked, and why backends refuse it, as ``registry.refusals`` gives them.
+        has_gpu: Whether there is one here, which GPU backends have looked at.
+    """
+    cells = []
+    for needs, reasons in rows:
+        chosen = next((name for name, reason in reasons.items() if reason is None), None)
+        for name, reason in reasons.items():
+            verdict = reason or ("what backend=auto takes" if name == chosen else "able")
+            cells.append((_star(name == chosen), needs.device.type, name, verdict))
+    asked = rows[0][0]
+    options = [name for name in ("window", "softcap", "dropout") if getattr(asked, name)]
+    title = ", ".join(["Backends", str(asked.dtype).removeprefix("torch."), f"heads of {asked.width}", *options])
+    lines = _table(title, ("", "device", "backend", "verdict"), cells)
+    if not has_gpu:
+        lines.append("cuda: no GPU is here to be asked, and the packages looked for are those of this machine.")
+    return lines
+
+
 def arrangement_table(rows: Sequence[Arrangement]) -> list[str]:
     """Arrangements, the reason for the chosen one, and why others do not fit, as lines."""
     cells = []
@@ -105,7 +131,7 @@ def _costs(row: Estimate) -> tuple[str, str, str, str]:
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    texts = sum(not head or head in ("layout", "schedule", "arrangement", "degrees") for head in heads)
+    texts = sum(not head or head in _TEXTS for head in heads)
     lines = []
     for row in (heads, *rows):
         cells = zip(row, widths, strict=True)

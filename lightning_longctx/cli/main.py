@@ -10,6 +10,7 @@ from importlib import import_module
 COMMANDS: dict[str, str] = {
     "bench": "lightning_longctx.cli.bench:main",
     "explain": "lightning_longctx.cli.explain:main",
+    "export": "lightning_longctx.cli.export:main",
     "recipes": "lightning_longctx.cli.recipes:main",
 }
 """Commands besides Lightning's: name -> ``module:function``. The function takes the arguments after the name. A module

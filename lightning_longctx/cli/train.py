@@ -34,6 +34,8 @@ DESCRIPTION = """Train on long sequences with PyTorch Lightning, from one YAML r
   lightning-longctx fit --trainer.strategy.help lightning_longctx.LongContextStrategy
   lightning-longctx fit --model.help lightning_longctx.CausalLM
                                                              the options of one class, explained
+  lightning-longctx explain --help                           what layout, schedule and backend `auto` takes, and why
+  lightning-longctx export --help                            turn a checkpoint into a Hugging Face folder
   lightning-longctx bench --help                             time ring attention on this machine
 
 Lightning starts trainer.devices processes itself. To start them with torchrun instead, on one node or many:

@@ -3,6 +3,7 @@
 from lightning_longctx.data.cache import TokenStore, default_cache_dir, open_store, prepare_store
 from lightning_longctx.data.corpus import Corpus, folder_or_file, standard_library
 from lightning_longctx.data.packing import ConcatPacking, DocumentPacking, Packing, pack
+from lightning_longctx.data.pretrained_tokenizer import PretrainedTokenizer
 from lightning_longctx.data.samples import PackedDataset, PadCollate
 from lightning_longctx.data.split import Split, split_documents
 from lightning_longctx.data.statistics import unigram_entropy
@@ -17,6 +18,7 @@ __all__ = [
     "PackedDataset",
     "Packing",
     "PadCollate",
+    "PretrainedTokenizer",
     "Split",
     "TextDataModule",
     "TokenStore",

@@ -27,7 +27,8 @@ class TextDataModule(LightningDataModule):
     Args:
         path: Folder of text files (one document each), or of ``.jsonl`` files (one document a line, in the field
             ``text``), or one such file. ``null`` is the source of the running interpreter's standard library.
-        tokenizer: Turns text into ids. ``null`` is one token per byte, vocabulary 257.
+        tokenizer: Turns text into ids: ``lightning_longctx.data.PretrainedTokenizer`` as the files of a pretrained
+            model say. ``null`` is one token per byte, vocabulary 257.
         seq_len: Tokens of a sample.
         batch_size: Samples of a batch.
         packing: ``concat`` joins documents and cuts the stream in windows of ``seq_len``, so that a token sees the

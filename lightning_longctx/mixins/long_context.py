@@ -102,7 +102,7 @@ class LongContextMixin:
         self._window_sums[name] = self._window_sums[name] + pair if name in self._window_sums else pair
         if not is_last_of_window(trainer):
             return
-        sums = _sum_over_ranks(trainer, self._window_sums.pop(name))
+        sums = sum_over_ranks(trainer, self._window_sums.pop(name))
         mean = sums[0] / sums[1]
         value = (mean.exp() if exponentiate else mean).float()
         self._self.log(name, value, on_step=True, on_epoch=False, prog_bar=prog_bar, sync_dist=False, batch_size=1)
@@ -133,7 +133,8 @@ class LongContextMixin:
         return cast("LightningModule", self)
 
 
-def _sum_over_ranks(trainer: Trainer, sums: Tensor) -> Tensor:
+def sum_over_ranks(trainer: Trainer, sums: Tensor) -> Tensor:
+    """Add a tensor up over the ranks that hold different tokens."""
     strategy = trainer.strategy
     if isinstance(strategy, LongContextStrategy):
         return strategy.sum_over_tokens(sums)

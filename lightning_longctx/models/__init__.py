@@ -3,7 +3,9 @@
 from lightning_longctx.models.config import DecoderConfig
 from lightning_longctx.models.decoder import MLP, Attention, Block, Decoder
 from lightning_longctx.models.layers import Embedding, Linear, RMSNorm
+from lightning_longctx.models.pretrained.folders import load_pretrained, save_pretrained
 from lightning_longctx.models.rope import rotary_angles, rotary_frequencies, rotate
+from lightning_longctx.models.rope_scaling import RopeScaling
 
 __all__ = [
     "MLP",
@@ -14,7 +16,10 @@ __all__ = [
     "Embedding",
     "Linear",
     "RMSNorm",
+    "RopeScaling",
+    "load_pretrained",
     "rotary_angles",
     "rotary_frequencies",
     "rotate",
+    "save_pretrained",
 ]

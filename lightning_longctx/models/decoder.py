@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_longctx.attention.attend import attend
+from lightning_longctx.attention.token_dropout import token_dropout
 from lightning_longctx.models.config import DecoderConfig
 from lightning_longctx.models.layers import Embedding, Linear, RMSNorm
 from lightning_longctx.models.rope import rotary_angles, rotate
@@ -42,11 +43,15 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, window: int | None = None) -> None:
         super().__init__()
         self.window = window
+        self.softcap = config.softcap
+        self.dropout = config.attention_dropout
         self.head_width = config.head_size
         self.query = Linear(config.width, config.num_heads * config.head_size, INIT_STD)
         self.key = Linear(config.width, config.kv_heads * config.head_size, INIT_STD)
         self.value = Linear(config.width, config.kv_heads * config.head_size, INIT_STD)
         self.output = Linear(config.num_heads * config.head_size, config.width, residual_std(config))
+        self.query_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.reset_parameters()
 
@@ -58,8 +63,19 @@ class Attention(nn.Module):
     def forward(self, states: Tensor, rotary: Rotary, sequence: SequenceRecord | None = None) -> Tensor:
         """Let every token of ``states`` [B, T, width] attend to itself and earlier ones of its document."""
         query, key, value = (self.split_heads(project(states)) for project in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, *rotary), rotate(key, *rotary)
-        found = attend(query, key, value, sequence=sequence, window=self.window, sinks=self.sinks)
+        found = attend(
+            query,
+            key,
+            value,
+            sequence=sequence,
+            window=self.window,
+            sinks=self.sinks,
+            softcap=self.softcap,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
         return self.output(found.transpose(1, 2).flatten(2))
 
     def split_heads(self, states: Tensor) -> Tensor:
@@ -90,11 +106,14 @@ class Block(nn.Module):
         self.attention = Attention(config, window)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
+        self.dropout = config.dropout
 
     def forward(self, states: Tensor, rotary: Rotary, sequence: SequenceRecord | None = None) -> Tensor:
         """Carry ``states`` [B, T, width] through one layer."""
-        states = states + self.attention(self.attention_norm(states), rotary, sequence)
-        return states + self.mlp(self.mlp_norm(states))
+        dropout = self.dropout if self.training else 0.0
+        found = self.attention(self.attention_norm(states), rotary, sequence)
+        states = states + token_dropout(found, dropout, sequence)
+        return states + token_dropout(self.mlp(self.mlp_norm(states)), dropout, sequence)
 
 
 class Decoder(nn.Module):
@@ -128,7 +147,8 @@ class Decoder(nn.Module):
             Logits [B, T, vocab_size].
 
         Raises:
-            ValueError: ``position_ids`` are missing although the sequence is cut over ranks, or have another shape.
+            ValueError: ``position_ids`` are missing although the sequence is cut over ranks, or have another shape; or
+                rotary scaling asks for the lengths of rows that are cut, and the record does not know them.
         """
         return self.logits(self.hidden(input_ids, position_ids, sequence))
 
@@ -139,7 +159,9 @@ class Decoder(nn.Module):
         positions = _positions(input_ids, position_ids, sequence)
         states = self.embedding(input_ids)
         exact = torch.promote_types(states.dtype, torch.float32)
-        rotary = rotary_angles(positions, self.config.head_size, self.config.rope_base, exact)
+        config, lengths = self.config, _row_lengths(self.config, sequence)
+        rotary = rotary_angles(positions, config.head_size, config.rope_base, exact, config.rope_scaling, lengths)
+        states = token_dropout(states, config.dropout if self.training else 0.0, sequence)
         for block in self.blocks:
             states = block(states, rotary, sequence)
         return self.norm(states)
@@ -158,6 +180,19 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | Embedding | RMSNorm | Attention):
                 module.reset_parameters()
+
+
+def _row_lengths(config: DecoderConfig, sequence: SequenceRecord | None) -> tuple[int, ...]:
+    """What the record says of whole rows; nothing if this rank holds them and can look for itself."""
+    lengths = () if sequence is None else sequence.row_lengths
+    depends = config.rope_scaling is not None and config.rope_scaling.depends_on_length
+    if depends and not lengths and sequence is not None and sequence.num_ranks * sequence.head > 1:
+        raise ValueError(
+            "rope_scaling.rope_type=dynamic goes by the length of whole rows, which this rank cannot see, and the "
+            "batch's sequence record has no row_lengths. Let the strategy (batch.ShardCollate) cut the batch, or set "
+            "row_lengths."
+        )
+    return lengths
 
 
 def _positions(input_ids: Tensor, position_ids: Tensor | None, sequence: SequenceRecord | None) -> Tensor:

@@ -50,6 +50,15 @@ class AttentionPlan:
             self._tiles[key] = plan_tiles(self.shards[self.rank], self._keys(step), self.mask)
         return self._tiles[key]
 
+    @property
+    def query_ranges(self) -> tuple[range, ...]:
+        """Where this rank's queries stand, in local order."""
+        return tuple(piece.positions for piece in self.shards[self.rank])
+
+    def key_ranges(self, step: Step) -> tuple[range, ...]:
+        """Where the keys of one step stand, along its parcels."""
+        return tuple(piece.positions for piece in self._keys(step))
+
     def _keys(self, step: Step) -> Pieces:
         if step.home == self.rank:
             return self.shards[self.rank]

@@ -15,6 +15,7 @@ from lightning_longctx.plan.pieces import Pieces, cut_pieces
 from lightning_longctx.plan.schedules import DoubleRing
 from lightning_longctx.plan.shape import AttentionShape
 from lightning_longctx.plan.steps import Step
+from lightning_longctx.plan.tiles import plan_tiles
 from lightning_longctx.sequence.record import SequenceRecord
 
 _MOST_PLAYED_RANKS = 16
@@ -42,13 +43,26 @@ def plan_attention(
         communication: How keys and values travel.
         shape: Of what a context rank computes; only ``schedule: auto`` looks at it.
     """
+    shards = cut_shards(sequence, mask)
+    ring = choose_ring(shards, sequence.inner_ring, mask, communication, shape)
+    return AttentionPlan(sequence.rank, shards, mask, ring)
+
+
+def cut_shards(sequence: SequenceRecord, mask: Mask) -> tuple[Pieces, ...]:
+    """What every context rank holds, cut where attention does not pass."""
     documents = sequence.documents
     if not mask.isolate:
         ends = range(0, (sequence.num_rows + 1) * sequence.length, max(sequence.length, 1))
         documents = tuple(ends) if sequence.num_rows > 1 else ()
-    shards = tuple(cut_pieces(ranges, documents) for ranges in sequence.shards)
-    ring = choose_ring(shards, sequence.inner_ring, mask, communication, shape)
-    return AttentionPlan(sequence.rank, shards, mask, ring)
+    return tuple(cut_pieces(ranges, documents) for ranges in sequence.shards)
+
+
+@lru_cache(maxsize=256)
+def visible_pairs_on_rank(sequence: SequenceRecord, mask: Mask) -> int:
+    """(Query, key) pairs that the record's context rank computes, of one row (of all rows if they differ)."""
+    shards = cut_shards(sequence, mask)
+    own = shards[sequence.rank]
+    return sum(tile.num_pairs for shard in shards for tile in plan_tiles(own, shard, mask))
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from lightning_longctx.plan.tiles import Tile
@@ -43,6 +45,11 @@ class Stack(NamedTuple):
     k_step: int = 0
 
     @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """What to compute with ``queries`` and ``keys``: one tile, for every slice of them."""
+        return (self.tile,)
+
+    @property
     def queries(self) -> Span:
         """Where its queries are."""
         return Span(self.tile.q_start, self.tile.num_queries, self.count, self.q_step)
@@ -56,6 +63,49 @@ class Stack(NamedTuple):
     def num_pairs(self) -> int:
         """Visible pairs of all."""
         return self.count * self.tile.num_pairs
+
+
+@dataclass(frozen=True)
+class Table:
+    """Tiles of any shapes and places, for a kernel that computes all of them at once.
+
+    Args:
+        placed: At least one, with local indices.
+    """
+
+    placed: tuple[Tile, ...]
+
+    @cached_property
+    def queries(self) -> Span:
+        """The stretch that holds their queries."""
+        first = min(tile.q_start for tile in self.placed)
+        return Span(first, max(tile.q_stop for tile in self.placed) - first, 1, 0)
+
+    @cached_property
+    def keys(self) -> Span:
+        """The stretch that holds their keys."""
+        first = min(tile.k_start for tile in self.placed)
+        return Span(first, max(tile.k_stop for tile in self.placed) - first, 1, 0)
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """What to compute with ``queries`` and ``keys``: indices count from their starts."""
+        q, k = self.queries.start, self.keys.start
+        return tuple(
+            tile._replace(
+                q_start=tile.q_start - q, q_stop=tile.q_stop - q, k_start=tile.k_start - k, k_stop=tile.k_stop - k
+            )
+            for tile in self.placed
+        )
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """Visible pairs of all."""
+        return sum(tile.num_pairs for tile in self.placed)
+
+
+Work = Stack | Table
+"""What one call of a backend computes."""
 
 
 def stacked(tiles: Iterable[Tile], most_rows: int) -> tuple[Stack, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_longctx.sequence.documents import Documents
@@ -31,6 +31,9 @@ class SequenceRecord:
         num_rows: 1 if all rows of the batch have the same documents, which then count along one row. Otherwise the rows
             are taken one after another as one long sequence, along which ``documents`` count.
         padded: Whether some rows end in tokens that are no content.
+        row_lengths: Highest position of every row plus one, padding left out (one entry if rows agree): the length by
+            which rotary positions are scaled. The same for all degrees, unlike ``length``. Empty if positions are not
+            [B, S].
         num_valid_tokens: Labels that count towards the loss, in the whole batch before it was cut; -1 if the batch
             has no labels.
         checksum: Of the whole batch's tokens: ranks that share a sequence must have cut the same one.
@@ -48,10 +51,12 @@ class SequenceRecord:
     documents: Documents = ()
     num_rows: int = 1
     padded: bool = False
+    row_lengths: tuple[int, ...] = ()
     num_valid_tokens: int = -1
     checksum: int = 0
     ring: str = ""
     backend: str = "auto"
+    _prepared: tuple[torch.Tensor, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def shards(self) -> tuple[Ranges, ...]:
@@ -80,6 +85,8 @@ class SequenceRecord:
     @property
     def num_local_tokens(self) -> int:
         """Tokens of each row that this rank holds."""
+        if self._prepared is not None:
+            return self._prepared[1]
         return sum(map(len, self.shards[self.rank])) // self.num_rows // self.head
 
     def to(self, *args: Any, **kwargs: Any) -> SequenceRecord:
@@ -88,15 +95,24 @@ class SequenceRecord:
 
     def encode(self) -> torch.Tensor:
         """What attention plans from as one CPU int64 tensor: so it enters a custom op, which takes no objects."""
+        if self._prepared is not None:
+            return self._prepared[0]
         import torch
 
         layout = LAYOUTS.index(self.layout)
         numbers = (self.length, layout, self.num_ranks, self.inner_ring, self.rank, self.num_rows, *self.documents)
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    def prepare(self) -> None:
+        """Compute now what every attention call asks: compiled graphs then take it as an input.
+
+        Otherwise they take documents for constants, and are compiled again for every batch that has others.
+        """
+        object.__setattr__(self, "_prepared", (self.encode(), self.num_local_tokens))
 
     @staticmethod
     def decode(code: torch.Tensor, ring: str = "", backend: str = "auto") -> SequenceRecord:
-        """Inverse of ``encode``, up to head ranks, padding, token count and checksum."""
+        """Inverse of ``encode``, up to head ranks, padding, row lengths, token count and checksum."""
         length, layout, num_ranks, inner_ring, rank, num_rows, *documents = code.tolist()
         return SequenceRecord(
             length,

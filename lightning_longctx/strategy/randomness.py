@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from lightning_longctx._upstream import collect_rng_states, set_rng_states
+from lightning_longctx.attention.dropout import StepDraws, drawing, mixed_seed
+from lightning_longctx.topology import Degrees, axis_rank
 
 Broadcast = Callable[[Any], Any]
 
@@ -22,6 +24,38 @@ def share_rng(broadcast: Broadcast) -> int:
     states, seed = broadcast((collect_rng_states(include_cuda=False), torch.initial_seed()))
     set_rng_states(states)
     return seed
+
+
+def step_draws(seed: int, step: int, degrees: Degrees, rank: int) -> StepDraws:
+    """What attention drops in a training step: alike on all ranks that share sequences.
+
+    A row's number is its place in the global batch, of which samplers deal one row after another to the data ranks.
+
+    Args:
+        seed: Shared by all ranks.
+        step: Number of the training step.
+        degrees: Resolved degrees.
+        rank: Global rank.
+    """
+    return StepDraws(mixed_seed(seed, step), axis_rank(degrees, rank, "data"), degrees.shape[0])
+
+
+@contextmanager
+def step_randomness(
+    draws: StepDraws, seed: int, place: tuple[int, int], step: int, device: torch.device
+) -> Iterator[None]:
+    """All random numbers of a training step: attention's, and where there are other ranks, torch's own ones.
+
+    Args:
+        draws: For attention.
+        seed: Shared by all ranks.
+        place: Which of how many ranks that hold different tokens this one is.
+        step: Number of the training step.
+        device: The one that is trained on.
+    """
+    rank, num_ranks = place
+    with drawing(draws), nullcontext() if num_ranks == 1 else own_randomness(seed, rank, step, device):
+        yield
 
 
 @contextmanager
@@ -41,12 +75,3 @@ def own_randomness(seed: int, rank: int, step: int, device: torch.device) -> Ite
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(mixed_seed(seed, rank, step))
         yield
-
-
-def mixed_seed(*numbers: int) -> int:
-    """One 63-bit seed from several numbers (FNV-1a over 64-bit words)."""
-    mixed = 0xCBF29CE484222325
-    for number in numbers:
-        mixed = ((mixed ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 29
-    return mixed >> 1

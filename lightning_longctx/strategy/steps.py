@@ -7,9 +7,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_longctx.attention import intercepted
-from lightning_longctx.attention.attend import calls_made
+from lightning_longctx.attention.dropout import StepDraws, drawing
+from lightning_longctx.attention.op import rings_run
+from lightning_longctx.models.hugging_face.whole import whole_models
 from lightning_longctx.strategy.contents import BatchContents
 from lightning_longctx.topology import Degrees
 from lightning_longctx.topology.mesh import ParallelMesh
@@ -26,13 +29,14 @@ def check_degrees(degrees: Degrees) -> None:
 
 
 @contextmanager
-def whole_attention(contents: BatchContents, degrees: Degrees, step: str) -> Iterator[None]:
+def whole_attention(contents: BatchContents, degrees: Degrees, step: str, module: nn.Module) -> Iterator[None]:
     """Inside, attention calls see whole sequences.
 
     Args:
         contents: Of the step's batch.
         degrees: Whose context and head ranks share a sequence.
         step: Name of the step, for errors.
+        module: Whose step it is; Hugging Face models in it are set to our attention.
 
     Raises:
         ValueError: Sequences are spread over ranks, but the batch does not say how, or a training step never called
@@ -46,14 +50,29 @@ def whole_attention(contents: BatchContents, degrees: Degrees, step: str) -> Ite
             "Take `batch` (not dataloader_iter), let the loader yield dicts with input_ids [B, S], and keep `sequence` "
             "in hooks that rebuild the batch."
         )
-    before = calls_made()
-    with intercepted(contents.records):
+    for record in contents.records:
+        record.prepare()
+    before = rings_run()
+    with intercepted(contents.records), whole_models(module, contents.records):
         yield
-    if shared and step == "training_step" and calls_made() == before:
+    if shared and step == "training_step" and rings_run() == before:
         raise ValueError(
             f"{named}, but {step} made no attention call that could be noticed, so no token has seen another "
             "rank's. Use F.scaled_dot_product_attention(..., is_causal=True) or lightning_longctx.attend."
         )
+
+
+@contextmanager
+def recomputed_attention(contents: BatchContents, draws: StepDraws, module: nn.Module) -> Iterator[None]:
+    """The same around a backward: checkpointing recomputes attention there.
+
+    Args:
+        contents: Of the step's batch.
+        draws: What the step's attention drew from.
+        module: As in ``whole_attention``.
+    """
+    with intercepted(contents.records), whole_models(module, contents.records), drawing(draws):
+        yield
 
 
 def compare_batches(contents: BatchContents, mesh: ParallelMesh, device: torch.device) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_longctx import _upstream
-from lightning_longctx.attention import intercepted, open_ring
+from lightning_longctx.attention import open_ring
+from lightning_longctx.attention.backends import BackendName
 from lightning_longctx.batch import LayoutOption, ensure_sharded
+from lightning_longctx.models.hugging_face.rotary import exact_frequencies
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.strategy.checkpoint import flat_optimizer_state, load_sharded, save_sharded
 from lightning_longctx.strategy.contents import BatchContents, let_records_pass, read_batch
@@ -30,9 +32,9 @@ from lightning_longctx.strategy.launch import check_launch
 from lightning_longctx.strategy.loaders import DataRanks, gather_over, shard_loader
 from lightning_longctx.strategy.options import check_heads, check_options, declared_masks, sharding_of_options
 from lightning_longctx.strategy.places import sampler_place, sampler_seed, sharding_of_rank
-from lightning_longctx.strategy.randomness import own_randomness, share_rng
+from lightning_longctx.strategy.randomness import share_rng, step_draws, step_randomness
 from lightning_longctx.strategy.sharding import ShardingName, copy_from_first_rank, distribute, materialise, reshard
-from lightning_longctx.strategy.steps import compare_batches, whole_attention
+from lightning_longctx.strategy.steps import compare_batches, recomputed_attention, whole_attention
 from lightning_longctx.strategy.validate import check_module, check_optimizers, is_parallelised
 from lightning_longctx.topology import Degrees
 from lightning_longctx.topology.mesh import ParallelMesh, build_mesh
@@ -55,8 +57,7 @@ class LongContextStrategy(ModelParallelStrategy):
             causal mask, ``contiguous`` does not; ``document_zigzag`` does however documents are packed, ``balanced``
             keeps documents whole where it can, so that less is sent. ``auto`` counts for every batch which is best.
         communication: How keys and values travel between processes: schedule, dtype, what is kept, speeds of links.
-        backend: What computes attention: ``aten`` is torch's own kernel, ``reference`` the readable formula (any
-            dtype, slow); ``auto`` chooses by device and dtype.
+        backend: What computes attention, see ``lightning-longctx explain``; ``auto`` chooses by device, dtype and mask.
         sharding: ``replicate`` keeps all parameters on every process. ``fsdp`` spreads them over data x context x head.
         sequence_dims: The dim along which a batch entry is cut, by entry, where its shape leaves that open; ``null``
             gives the entry whole to every process.
@@ -75,7 +76,7 @@ class LongContextStrategy(ModelParallelStrategy):
         degrees: Degrees = Degrees(),  # noqa: B008  frozen
         layout: LayoutOption = "auto",
         communication: Communication = Communication(),  # noqa: B008  frozen
-        backend: Literal["auto", "reference", "aten"] = "auto",
+        backend: BackendName = "auto",
         sharding: ShardingName = "replicate",
         sequence_dims: dict[str, int | None] | None = None,
         pad_values: dict[str, int] | None = None,
@@ -173,9 +174,9 @@ class LongContextStrategy(ModelParallelStrategy):
         check_optimizers(self.optimizers, self._module)
 
     def _distribute_parameters(self) -> None:
-        check_module(self._module)
+        check_module(self._module, self.degrees)
         materialise(self._module, self.root_device)
-        self.model = self.precision_plugin.convert_module(self._module)
+        self.model = exact_frequencies(self.precision_plugin.convert_module)(self._module)
         self.model_to_device()
         copy_from_first_rank(self._module)
         distribute(self._module, self.mesh.loss, self._parameter_sharding)
@@ -205,13 +206,13 @@ class LongContextStrategy(ModelParallelStrategy):
     def _run(self, step: str, contents: BatchContents, args: tuple, kwargs: dict[str, Any]) -> Any:
         compare_batches(contents, self.mesh, self.root_device)
         # By way of the root's forward: parameters are gathered there, and Lightning calls steps.
-        with whole_attention(contents, self.degrees, step):
+        with whole_attention(contents, self.degrees, step, self._module):
             return self._forward_redirection(self._module, self._module, step, *args, **kwargs)
 
     def _randomness(self) -> AbstractContextManager:
-        step = self._trainer.fit_loop.epoch_loop.total_batch_idx
-        alone = self.mesh.num_loss_ranks == 1
-        return nullcontext() if alone else own_randomness(self._seed, self.mesh.loss_rank, step, self.root_device)
+        step, place = self._trainer.fit_loop.epoch_loop.total_batch_idx, (self.mesh.loss_rank, self.mesh.num_loss_ranks)
+        self._draws = step_draws(self._seed, step, self.degrees, self.global_rank)
+        return step_randomness(self._draws, self._seed, place, step, self.root_device)
 
     def record_loss_count(self, count: Tensor | int) -> None:
         """Declare over how many of this rank's tokens the loss of the current training step is a mean.
@@ -234,7 +235,7 @@ class LongContextStrategy(ModelParallelStrategy):
         first = _upstream.is_first_of_window(self._trainer)
         num_micro_batches = self._trainer.accumulate_grad_batches
         loss = self._weights.scaled(closure_loss, self._module, first=first, num_micro_batches=num_micro_batches)
-        with intercepted(self._contents.records):  # checkpointing recomputes attention in backward
+        with recomputed_attention(self._contents, self._draws, self._module):
             return super().backward(loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
@@ -292,8 +293,7 @@ class LongContextStrategy(ModelParallelStrategy):
 
     @property
     def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
+        return cast("LightningModule", self.lightning_module)
 
     @property
     def _trainer(self) -> Trainer:

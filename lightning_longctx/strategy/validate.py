@@ -11,13 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_longctx.models.hugging_face.whole import check_models
+from lightning_longctx.topology import Degrees
 
-def check_module(module: nn.Module) -> None:
+
+def check_module(module: nn.Module, degrees: Degrees) -> None:
     """Check that no part of a module has been parallelised by someone else, and that all of it can be distributed.
+
+    Args:
+        module: To be distributed.
+        degrees: Over how many ranks; Hugging Face models in the module must be able to attend over them.
 
     Raises:
         ValueError: A part has or cannot; the message names it.
     """
+    check_models(module, degrees)
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel | DistributedDataParallel):
             raise ValueError(

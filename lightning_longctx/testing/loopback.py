@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_longctx.attention import ring
-from lightning_longctx.attention.backends import choose_backend
+from lightning_longctx.attention.backends import Needs, Scores, choose_backend
 from lightning_longctx.attention.buffers import Buffers
+from lightning_longctx.attention.dropout import CallDropout
 from lightning_longctx.attention.heads import local_sinks, pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from lightning_longctx.attention.spans import in_a_row, taken_apart
 from lightning_longctx.plan.choose import plan_attention
@@ -89,7 +90,8 @@ def attention_over_ranks(
     mask: Mask = CAUSAL,
     sinks: Tensor | None = None,
     backend: str = "auto",
-    scale: float | None = None,
+    scores: Scores | None = None,
+    dropout: CallDropout | None = None,
 ) -> LoopbackResult:
     """Shard full tensors, run forward and backward on all ranks in lockstep, and join the results.
 
@@ -102,9 +104,10 @@ def attention_over_ranks(
         mask: Who sees whom.
         sinks: [Hq].
         backend: Name of the backend.
-        scale: Factor on the scores; None is ``D ** -0.5``.
+        scores: How products become weights; None scales them by ``D ** -0.5``.
+        dropout: What is dropped; its heads, rows and length are set here.
     """
-    world = _World(mesh, query, key, mask, backend, query.shape[-1] ** -0.5 if scale is None else scale)
+    world = _World(mesh, query, mask, backend, scores or Scores(query.shape[-1] ** -0.5), dropout)
     queries, keys, values, grads = (world.shard(tensor) for tensor in (query, key, value, grad))
     queries, keys, values = world.to_heads(queries, keys, values)
     (grads,) = world.to_heads(grads)
@@ -134,24 +137,29 @@ Grid = list[list[Tensor]]
 class _World:
     """All ranks of a mesh: every head rank has a ring of its own."""
 
-    def __init__(self, mesh: Mesh, query: Tensor, key: Tensor, mask: Mask, backend: str, scale: float) -> None:
+    def __init__(
+        self, mesh: Mesh, query: Tensor, mask: Mask, backend: str, scores: Scores, dropout: CallDropout | None
+    ) -> None:
         self.mesh = mesh
         self.records = mesh.records(query.shape[2])
         self.mailboxes = [Mailbox() for _ in range(mesh.head)]
-        engine = choose_backend(backend, query.device, query.dtype, query.shape[-1])
+        options = (mask.window is not None, scores.softcap is not None, dropout is not None)
+        engine = choose_backend(backend, Needs(query.device, query.dtype, query.shape[-1], *options))
         wire = getattr(torch, mesh.communication.dtype) if mesh.communication.dtype else None
-        buffers = Buffers()
+        buffers, heads = Buffers(), query.shape[1] // mesh.head
+        length = query.shape[2] if mesh.num_rows > 1 else None
         self.engines = [
             [
                 ring.Engine(
                     plan=plan_attention(row[0], mask, mesh.communication),
                     backend=engine,
-                    scale=scale,
+                    scores=scores,
+                    dropout=dropout and replace(dropout, first_head=head_rank * heads, length=length),
                     transport=LoopbackTransport(mailbox, mesh.inner),
                     buffers=buffers,
                     wire=wire,
                 )
-                for mailbox in self.mailboxes
+                for head_rank, mailbox in enumerate(self.mailboxes)
             ]
             for row in self.records
         ]
@@ -163,7 +171,7 @@ class _World:
     def join(self, grid: Grid) -> Tensor:
         """Inverse of ``shard``."""
         whole = torch.full((*grid[0][0].shape[:2], self.records[0][0].length, grid[0][0].shape[3]), float("nan"))
-        whole = whole.to(grid[0][0].dtype)
+        whole = whole.to(grid[0][0])
         for records, parts in zip(self.records, grid, strict=True):
             for record, part in zip(records, parts, strict=True):
                 _put_rows(whole, part, record)

@@ -19,6 +19,9 @@ def attention_oracle(
     mask: Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention as the formula reads, in the dtype of its inputs; autograd gives the gradients.
 
@@ -29,6 +32,9 @@ def attention_oracle(
         mask: Bool, broadcastable to ``[B, Hq, Tq, Tk]``; True where a query sees a key. None is causal.
         scale: Factor on the scores; None is ``D ** -0.5``.
         sinks: ``[Hq]``, one more logit per query head, of a key that every query sees and whose value is 0.
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
+        keep: Bool ``[B, Hq, Tq, Tk]``, the weights that dropout leaves, ``1 / (1 - dropout_p)`` times as large.
+        dropout_p: Probability with which ``keep`` was drawn.
 
     Returns:
         ``out [B, Hq, Tq, Dv]`` and ``lse [B, Hq, Tq]``, the log of the sum of exponentials, the sink's among them. A
@@ -46,6 +52,8 @@ def attention_oracle(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~mask, -math.inf)
     blind = ~mask.any(-1).broadcast_to(scores.shape[:-1])
     if sinks is not None:
@@ -56,7 +64,11 @@ def attention_oracle(
     highest = scores.detach().amax(-1).masked_fill(blind, 0.0)
     weights = (scores - highest[..., None]).exp()
     total = weights.sum(-1).masked_fill(blind, 1.0)
-    out = (weights / total[..., None]) @ v
+    weights = weights / total[..., None]
+    if keep is not None:
+        keep = keep if sinks is None else F.pad(keep, (0, 1), value=False)  # the sink has no value to lose
+        weights = weights * keep / (1.0 - dropout_p)
+    out = weights @ v
     lse = (total.log() + highest).masked_fill(blind, -math.inf)
     return out, lse
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import time
@@ -39,6 +40,12 @@ class _Running:
     pids: list[int]
     log_starts: list[int]
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """To all ranks; one that has ended says so by its reply."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def output(self, rank: int) -> str:
         """What the rank wrote during the current call; its last lines."""
         with open(self.world.logs[rank], errors="replace") as log:
@@ -53,7 +60,8 @@ class GlooPool:
     ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...), so that a Lightning ``Trainer(devices=num_ranks,
     accelerator="cpu")`` runs inside without launching anything. Each call starts from seed 0 in the caller's working
     directory; environment variables, default dtype and device, gradient mode and deterministic mode are put back after
-    it. Process groups that a call makes are gone after a restart: a later call must not count on them.
+    it. Process groups that a call makes are gone after a restart: a later call must not count on them. Between calls
+    the ranks are stopped (SIGSTOP) and take no processor time.
 
     The world starts at the first call. The next call gets a new one when ranks failed differently, did not answer, or
     have collected too many open files. It ends with ``close()``, with the ``with`` block, or with this process.
@@ -105,6 +113,7 @@ class GlooPool:
         seconds = self.timeout if timeout is None else timeout
         running = self._start()
         try:
+            running.send_signal(signal.SIGCONT)
             running.log_starts = [os.path.getsize(log) for log in running.world.logs]
             for connection in running.connections:
                 with suppress(BrokenPipeError, ConnectionResetError):  # a rank that has ended: the reply says so
@@ -114,7 +123,11 @@ class GlooPool:
         except BaseException:  # a test's own time limit, Ctrl-C: the ranks are somewhere in the call
             self._end()
             raise
-        codes = self._end() if is_spent(replies, self.num_ranks) else {}
+        if is_spent(replies, self.num_ranks):
+            codes = self._end()
+        else:
+            codes = {}
+            running.send_signal(signal.SIGSTOP)  # each group has a thread that wakes a hundred times a second
         failed = summaries(replies, codes)
         if failed or len(replies) < self.num_ranks:
             outputs = {rank: running.output(rank) for rank in range(self.num_ranks)}

@@ -61,6 +61,13 @@ def test_pure_rooms_do_not_load_torch(room: str) -> None:
     assert loaded == "False", f"importing lightning_longctx.{room} loads torch"
 
 
+@pytest.mark.parametrize("room", ["models", "testing", "cli.bench.attention"])
+def test_lightning_is_loaded_by_those_who_train(room: str) -> None:
+    """It takes longer to import than torch: the ranks of a bench, and a training loop of the user's own, go without."""
+    loaded = python(f"import sys, lightning_longctx.{room}; print('torch' in sys.modules, 'lightning' in sys.modules)")
+    assert loaded == "True False", f"importing lightning_longctx.{room} loads Lightning"
+
+
 def test_package_itself_is_light() -> None:
     assert python("import sys, lightning_longctx; print('torch' in sys.modules)") == "False"
 

@@ -11,6 +11,7 @@ from lightning_longctx.plan.choose import plan_attention
 from lightning_longctx.plan.communication import SCHEDULES, Communication
 from lightning_longctx.plan.counts import sent_bytes
 from lightning_longctx.plan.mask import Mask
+from lightning_longctx.sequence.layout import LAYOUTS
 from lightning_longctx.testing.loopback import Mesh, attention_over_ranks
 from tests.attention.whole import check, dense, inputs, oracle, sinks_of
 
@@ -33,6 +34,7 @@ RINGS = {"two": (2, 2), "flat": (4, 4), "2x2": (4, 2), "4x2": (8, 2), "2x4": (8,
 """``(context ranks, inner ring)``; nodes x ranks of each."""
 ROWS = ("1", "2", "unlike")
 """Of a batch; ``unlike``: two, with other documents in each."""
+WIDE_RINGS, HEAD_DEGREES, KV_HEADS = ("flat", "2x2", "4x2", "2x4"), (1, 2, 4), (8, 2, 1)
 
 
 class Case(NamedTuple):
@@ -71,11 +73,30 @@ def cases(layout, mask):
 
     ``keep_kv``, which changes nothing but who sends what when, takes turns instead of doubling the grid.
     """
-    rows = ROWS if MASKS[mask][1] else ROWS[:2]
     turns = random.Random(f"{layout} {mask}")
-    combinations = product(SCHEDULES, ("flat", "2x2", "4x2", "2x4"), (1, 2, 4), (8, 2, 1), rows)
+    combinations = product(SCHEDULES, WIDE_RINGS, HEAD_DEGREES, KV_HEADS, rows_of(mask))
     found = [Case(layout, mask, *factors, keep_kv=turns.random() < 0.5) for factors in combinations]
     turns.shuffle(found)
+    return found
+
+
+def rows_of(mask):
+    return ROWS if MASKS[mask][1] else ROWS[:2]
+
+
+def chosen(layout, mask):
+    """One case for every schedule on every ring under every head degree; key/value heads and rows take turns.
+
+    So any two values of any two factors meet in some case. Each layout and mask begins the turns elsewhere.
+    """
+    first, rows = LAYOUTS.index(layout) + list(MASKS).index(mask), rows_of(mask)
+    found = []
+    for case in cases(layout, mask):
+        ring, head = WIDE_RINGS.index(case.ring), HEAD_DEGREES.index(case.head)
+        place = SCHEDULES.index(case.schedule) + ring + head
+        turn = KV_HEADS[(first + place) % len(KV_HEADS)], rows[(first + ring + head + place // 3) % len(rows)]
+        if (case.kv_heads, case.rows) == turn:
+            found.append(case)
     return found
 
 

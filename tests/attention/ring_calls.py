@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_longctx.attention import attend, close_ring, intercepted, open_ring
-from lightning_longctx.attention.attend import calls_made
+from lightning_longctx.attention.op import rings_run
 from lightning_longctx.attention.rings import find_ring
+from lightning_longctx.models.config import DecoderConfig
+from lightning_longctx.models.decoder import Decoder
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.sequence.record import SequenceRecord
 from lightning_longctx.testing.oracle import take_shard
@@ -91,11 +94,11 @@ def checkpointed(degrees, layout, tensors, attention):
     with opened(degrees, length=tensors[0].shape[2], layout=layout) as record:
         query, key, value, grad = (cut(tensor, record) for tensor in tensors)
         leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-        before = calls_made()
+        before = rings_run()
         with intercepted([record]):
             out = checkpoint(attention, *leaves, use_reentrant=False)
             out.backward(grad)
-    return record, (out.detach(), *(leaf.grad for leaf in leaves)), calls_made() - before
+    return record, (out.detach(), *(leaf.grad for leaf in leaves)), rings_run() - before
 
 
 def plain_attention(query, key, value):
@@ -167,4 +170,32 @@ def opcheck_on_rank(length, degrees, keep_kv):
         torch.manual_seed(0)
         tensors.append(torch.randn(2, requires_grad=True))
         place = (record.encode(), record.ring, record.backend)
-        return torch.library.opcheck(RING_FORWARD, (*tensors, *place, 0.3, True, 9, True, keep_kv))
+        return torch.library.opcheck(RING_FORWARD, (*tensors, *place, 0.3, True, 9, True, None, 0.0, None, keep_kv))
+
+
+def counted_flops(degrees, tensors):
+    """What ``FlopCounterMode`` counts on this rank, by operation."""
+    with opened(degrees, length=tensors[0].shape[2]) as record:
+        query, key, value, grad = (cut(tensor, record) for tensor in tensors)
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(attend(*leaves, sequence=record), leaves, grad)
+    return {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+
+
+def compiled_decoder(degrees, length):
+    """Logits and gradients of our decoder on this rank's tokens, eager and compiled as far as AOTAutograd's graphs."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    shape = {"vocab_size": 32, "width": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = Decoder(DecoderConfig(**shape, windows=(None, 5), sinks=True, qk_norm=True)).double()
+    results = []
+    with opened(degrees, length=length, documents=(0, 3, length)) as record:
+        positions = torch.tensor([[*range(3), *range(length - 3)]])
+        tokens = torch.randint(32, (1, length), generator=torch.Generator().manual_seed(1))
+        held = [position for piece in record.ranges for position in piece]
+        record.prepare()
+        for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            logits = call(tokens[:, held], positions[:, held], record)
+            results.append((logits.detach(), *torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
+    return results

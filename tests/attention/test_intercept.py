@@ -19,9 +19,10 @@ def seen(monkeypatch):
     """Sequences that attention was called with, instead of calling it."""
     calls = []
 
-    def attend_masked(query, key, value, mask, *, sequence, scale):
-        assert mask == Mask(causal=True, isolate=False), "a plain call knows nothing of documents"
-        calls.append((sequence, scale))
+    def attend_masked(query, key, value, options, *, sequence):
+        assert options.mask == Mask(causal=True, isolate=False), "a plain call knows nothing of documents"
+        assert options.softcap is None
+        calls.append((sequence, options.scale, options.dropout_p))
         return query
 
     monkeypatch.setattr(intercept, "attend_masked", attend_masked)
@@ -35,8 +36,8 @@ def qkv(tokens=8, heads=2):
 @pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, imported_long_before])
 def test_plain_calls_become_ring_attention_however_they_are_imported(seen, attention):
     with intercepted([SHARD]):
-        attention(*qkv(), is_causal=True, scale=0.5)
-    assert seen == [(SHARD, 0.5)]
+        attention(*qkv(), is_causal=True, scale=0.5, dropout_p=0.1)
+    assert seen == [(SHARD, 0.5, 0.1)]
     attention(*qkv(), is_causal=True)
     assert len(seen) == 1, "outside the step nothing is changed"
 
@@ -52,7 +53,6 @@ def test_one_rank_changes_nothing(seen):
     [
         (dict(attn_mask=torch.zeros(8, 8)), "attn_mask.*is_causal=True and no mask"),
         (dict(is_causal=False), "is_causal=False"),
-        (dict(is_causal=True, dropout_p=0.1), "dropout_p=0.1"),
     ],
 )
 def test_refusals_say_what_to_do(seen, kwargs, message):
@@ -78,7 +78,7 @@ def test_the_sequence_is_found_by_its_local_length(seen):
             F.scaled_dot_product_attention(*qkv(9), is_causal=True)
     with intercepted([SHARD, twin]), pytest.raises(ValueError, match="more than one of them fits"):
         F.scaled_dot_product_attention(*qkv(8), is_causal=True)
-    assert seen == [(other, None)]
+    assert seen == [(other, None, 0.0)]
 
 
 def test_sequences_with_other_documents_are_not_confused(seen):
@@ -88,14 +88,14 @@ def test_sequences_with_other_documents_are_not_confused(seen):
         F.scaled_dot_product_attention(*qkv(), is_causal=True)
     with intercepted([packed, packed]):
         F.scaled_dot_product_attention(*qkv(), is_causal=True)
-    assert seen == [(packed, None)]
+    assert seen == [(packed, None, 0.0)]
 
 
 def test_head_ranks_alone_are_a_spread_sequence(seen):
     shard = SequenceRecord(32, head=4, head_rank=1, ring="ring0")
     with intercepted([shard]):
         F.scaled_dot_product_attention(*qkv(), is_causal=True)
-    assert seen == [(shard, None)]
+    assert seen == [(shard, None, 0.0)]
 
 
 def test_multihead_attention_is_honoured_or_refused(seen):

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_longctx.attention import attend
-from lightning_longctx.attention.attend import calls_made
+from lightning_longctx.attention.dropout import drawn
+from lightning_longctx.attention.op import rings_run
 from lightning_longctx.plan.mask import CAUSAL, Mask
 from lightning_longctx.sequence.record import SequenceRecord
 from lightning_longctx.testing.oracle import attention_oracle
@@ -68,15 +69,21 @@ def test_gradcheck_with_sinks_and_a_window():
 @pytest.mark.parametrize("documents", [(), (0, 3, 16)])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("token_major", [False, True])
-@pytest.mark.parametrize("window", [None, 5])
-def test_opcheck(documents, sinks, token_major, window):
+@pytest.mark.parametrize(
+    ("window", "softcap", "p"), [(None, None, 0.0), (5, None, 0.0), (None, 2.0, 0.0), (5, 2.0, 0.3)]
+)
+def test_opcheck(documents, sinks, token_major, window, softcap, p):
     """Also that strides are those that the fakes say, whatever those of the inputs: a compiled graph relies on them."""
     tensors = inputs(16, torch.float32)
+    draw = drawn(1, 0) if p else None
     if token_major:
         tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
     *qkv, grad = tensors
     logits = sinks_of(4, torch.float32).requires_grad_() if sinks else None
-    place, options = (SequenceRecord(16, documents=documents).encode(), "", "auto"), (0.3, True, window, True)
+    place, options = (
+        (SequenceRecord(16, documents=documents).encode(), "", "auto"),
+        (0.3, True, window, True, softcap, p, draw),
+    )
     leaves = [tensor.requires_grad_() for tensor in qkv]
     result = torch.library.opcheck(RING_FORWARD, (*leaves, logits, *place, *options, False))
     assert set(result.values()) == {"SUCCESS"}
@@ -124,16 +131,17 @@ def test_selective_checkpointing_keeps_the_output_and_never_repeats_the_ring():
             passes.append(func is RING_FORWARD)
             return func(*args, **(kwargs or {}))
 
-    def call(*args, **kwargs):
-        return checkpoint(
-            lambda *q: attend(q[0] * 1.5, *q[1:], **kwargs) * 2, *args, use_reentrant=False, context_fn=selective
-        )
+    def region(*q, **kwargs):
+        regions.append(1)
+        return attend(q[0] * 1.5, *q[1:], **kwargs) * 2
 
-    before = calls_made()
+    def call(*args, **kwargs):
+        return checkpoint(region, *args, use_reentrant=False, context_fn=selective, **kwargs)
+
+    regions, before = [], rings_run()
     with Forwards():
         kept = differentiated(tensors, record, call=call)
-    assert calls_made() == before + 2, "the region ran twice"
-    assert sum(passes) == 1, "the ring ran once"
+    assert len(regions) == 2 and sum(passes) == rings_run() - before == 1, "the region ran twice, the ring once"
     query, *rest = tensors
     out, dquery, *others = oracle(query * 1.5, rest[0], rest[1], 2 * rest[2])
     check(kept, (2 * out, 1.5 * dquery, *others), FLOAT64)

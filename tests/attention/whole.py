@@ -30,12 +30,12 @@ def dense(length, mask=CAUSAL, documents=(), num_rows=1):
     return torch.stack(rows).unsqueeze(1)
 
 
-def oracle(query, key, value, grad, mask=None, sinks=None, scale=None):
-    """Out, dq, dk, dv and, with sinks, dsinks in float64; ``mask`` is dense, None is causal."""
+def oracle(query, key, value, grad, mask=None, sinks=None, scale=None, **extra):
+    """Out, dq, dk, dv and, with sinks, dsinks in float64; ``mask`` is dense, None is causal; the rest as there."""
     leaves = [
         tensor.double().detach().requires_grad_() for tensor in (query, key, value, *([] if sinks is None else [sinks]))
     ]
-    out, _ = attention_oracle(*leaves[:3], mask=mask, sinks=None if sinks is None else leaves[3], scale=scale)
+    out, _ = attention_oracle(*leaves[:3], mask=mask, sinks=None if sinks is None else leaves[3], scale=scale, **extra)
     return out.detach(), *torch.autograd.grad(out, leaves, grad.double())
 
 

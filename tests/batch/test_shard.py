@@ -84,7 +84,7 @@ def test_one_rank_gets_the_same_form() -> None:
     batch = shard_batch(full_batch(1, 3), Sharding())
     assert batch["shift_labels"].tolist() == [[2, 3, -100]]
     assert batch["position_ids"].tolist() == [[0, 1, 2]]
-    assert batch["sequence"] == Sharding().record(3, 2, batch["sequence"].checksum)
+    assert batch["sequence"] == Sharding().record(3, 2, batch["sequence"].checksum, row_lengths=(3,))
 
 
 def test_the_batch_that_came_in_is_not_changed() -> None:

@@ -100,20 +100,17 @@ def test_no_mask_beats_a_low_logit(
     gloo: Any, layout: str, length: int, logit: float, dtype: torch.dtype, backend: str
 ) -> None:
     """B41: every allowed key has the same very low logit and value 1; keys that come later would score 0, value 100."""
+    looked_at = torch.eye(length)  # of every row of the batch another query
+    allowed = torch.ones(length, length).tril()
+    fused = torch.stack([logit * looked_at, allowed, 100.0 - 99.0 * allowed], dim=-1).to(dtype)
+    grad = looked_at[:, None, :, None].to(dtype)
+    out, _, _, dvalue = joined(gloo, Degrees(1, 2), layout, fused, grad, 1.0, backend)
     for last in range(length):
-        fused = torch.zeros(1, length, 3, dtype=dtype)
-        fused[:, last, 0] = logit  # the one query that is looked at
-        fused[:, : last + 1, 1] = 1.0
-        fused[:, :, 2] = 100.0
-        fused[:, : last + 1, 2] = 1.0
-        grad = torch.zeros(1, 1, length, 1, dtype=dtype)
-        grad[:, :, last] = 1.0
-        out, _, _, dvalue = joined(gloo, Degrees(1, 2), layout, fused, grad, 1.0, backend)
-        assert out[0, 0, last, 0] == 1.0
-        assert (dvalue[0, 0, last + 1 :] == 0).all(), "a masked key weighs exactly nothing"
+        assert out[last, 0, last, 0] == 1.0
+        assert (dvalue[last, 0, last + 1 :] == 0).all(), "a masked key weighs exactly nothing"
         equal = torch.full((last + 1,), 1 / (last + 1))
         # Backward only has lse, which float32 rounds to 0.002 at 20000 and to 0.004 at 65000.
-        torch.testing.assert_close(dvalue[0, 0, : last + 1, 0].float(), equal, rtol=4e-3 + 2**-8, atol=0)
+        torch.testing.assert_close(dvalue[last, 0, : last + 1, 0].float(), equal, rtol=4e-3 + 2**-8, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten"])

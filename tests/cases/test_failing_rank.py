@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.cases.fails import MESSAGE
+from tests.launches import launch_environment
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc"),
 ]
-ROOT = Path(__file__).parents[2]
-SECONDS = 60.0
+SECONDS = 120.0
 FIT = ["-m", "lightning_longctx", "fit", "--model", "tests.cases.fails.Fails", "--data", "tests.cases.fails.Data"]
 TRAINER = ["accelerator=cpu", "devices=2", "logger=false", "enable_checkpointing=false", "max_epochs=1"]
 STRATEGY = ["--trainer.strategy.init_args.degrees.context", "2"]
@@ -38,13 +38,10 @@ def members(session: int) -> list[int]:
 
 def run(folder: Path, *options: str) -> tuple[int, str]:
     """Exit code and combined output of a run of two processes, of which none is left."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
-        environment.pop(name, None)
     command = [sys.executable, *FIT, *(f"--trainer.{option}" for option in TRAINER), *STRATEGY, *options]
     begun = time.monotonic()
     started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=launch_environment(), cwd=folder,
         start_new_session=True,
     )  # fmt: skip
     try:

@@ -3,8 +3,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+from lightning_longctx.attention.backends import choose_backend
 from lightning_longctx.cli import main
+from tests.attention.library_stand_ins import set_versions
 
 
 def explain(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, list[str]]:
@@ -20,9 +23,9 @@ def stars(lines: list[str]) -> list[str]:
 
 def test_each_table_marks_one_choice_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     parts = explain(capsys, "--tokens", "8192", "--ranks", "8", "--inner_ring", "4", "--kv_heads", "8")
-    assert set(parts) == {"Layouts", "Schedules", "Arrangements"}
+    assert set(parts) == {"Layouts", "Schedules", "Backends", "Arrangements"}
     assert stars(parts["Layouts"]) == ["zigzag"]
-    assert all(len(stars(lines)) == 1 for lines in parts.values())
+    assert all(len(stars(lines)) == 1 for name, lines in parts.items() if name != "Backends")
     assert parts["Layouts"][-1].startswith("zigzag: ")
     assert parts["Schedules"][-1].startswith(stars(parts["Schedules"])[0] + ": ")
 
@@ -38,6 +41,51 @@ def test_slow_links_change_the_arrangement(capsys: pytest.CaptureFixture[str]) -
     cluster = ("--tokens", "4096", "--inner_ring", "2", "--heads", "8", "--width", "64", "--links.teraflops", "0.02")
     slow = explain(capsys, *cluster, "--links.outer_gbits", "0.1", "--dtype", "float32")
     assert "heads" in next(line for line in slow["Arrangements"] if line.startswith("*"))
+
+
+def verdicts(lines: list[str]) -> dict[tuple[str, str], str]:
+    """By device and backend; the chosen ones begin with a star."""
+    rows = [(line.startswith("*"), line[1:].split(maxsplit=2)) for line in lines if line[1:3] == "  "][1:]
+    return {(device, name): "*" * star + verdict for star, (device, name, verdict) in rows}
+
+
+@pytest.mark.parametrize(
+    ("options", "installed", "gpu", "cpu"),
+    [
+        ((), {}, "varlen", "aten"),
+        ((), {"flash-attn": "2.8.3"}, "flash", "aten"),
+        (("--mask", "window:64", "--width", "80"), {}, "varlen", "aten"),
+        (("--softcap", "true"), {"flash-attn": "2.8.3"}, "flash", "reference"),
+        (("--dtype", "float64"), {}, "reference", "aten"),
+    ],
+)
+def test_backends_are_what_the_registry_takes(
+    options: tuple[str, ...],
+    installed: dict[str, str],
+    gpu: str,
+    cpu: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_versions(monkeypatch, installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    choose_backend.cache_clear()
+    lines = explain(capsys, "--tokens", "1024", "--ranks", "1", *options)["Backends"]
+    found = verdicts(lines)
+    chosen = [row for row, verdict in found.items() if verdict == "*what backend=auto takes"]
+    assert chosen == [("cuda", gpu), ("cpu", cpu)] and len(stars(lines)) == 2
+    assert {name for _, name in found} == {"flash", "varlen", "aten", "triton", "reference"} and len(found) == 10
+    assert all(found.values()) and lines[-1].startswith("cuda: no GPU is here")
+
+
+def test_backends_say_why_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_versions(monkeypatch, {})
+    options = ("--tokens", "1024", "--ranks", "1", "--width", "100", "--softcap", "true", "--dropout", "true")
+    found = verdicts(explain(capsys, *options)["Backends"])
+    assert "not by position" in found["cuda", "flash"]
+    assert found["cpu", "varlen"] == "runs on cuda, not on cpu"
+    assert "softcap" in found["cpu", "aten"]
+    assert found["cpu", "reference"] == "*what backend=auto takes"
 
 
 def test_heads_that_do_not_fit_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_longctx.models import MLP, Attention, Block, Decoder, DecoderConfig, RMSNorm, rotary_angles
+from lightning_longctx.models import (
+    MLP,
+    Attention,
+    Block,
+    Decoder,
+    DecoderConfig,
+    RMSNorm,
+    RopeScaling,
+    rotary_angles,
+)
 from lightning_longctx.sequence.record import SequenceRecord
 
 from . import reference
@@ -49,7 +58,7 @@ def random_states() -> Tensor:
 
 
 def angles(config: DecoderConfig = TINY) -> tuple[Tensor, Tensor]:
-    return rotary_angles(POSITIONS, config.head_size, config.rope_base, torch.float64)
+    return rotary_angles(POSITIONS, config.head_size, config.rope_base, torch.float64, config.rope_scaling)
 
 
 def test_rms_norm() -> None:
@@ -67,6 +76,25 @@ def test_attention(num_kv_heads: int | None, head_width: int | None) -> None:
     assert_same(Attention(config), formula, random_states(), angles(config))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"qk_norm": True},
+        {"softcap": 0.7},
+        {"qk_norm": True, "softcap": 2.0, "sinks": True},
+        {"rope_scaling": RopeScaling("linear", 4.0)},
+        {"rope_scaling": RopeScaling("dynamic", 2.0, 500)},
+        {"rope_scaling": RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)},
+        {"rope_scaling": RopeScaling("yarn", 4.0, 4000)},
+    ],
+    ids=lambda more: " ".join(str(getattr(value, "rope_type", name)) for name, value in more.items()),
+)
+def test_attention_with_options(more: dict[str, Any]) -> None:
+    config = DecoderConfig(width=16, num_heads=2, num_kv_heads=1, rope_base=500.0, **more)
+    formula = lambda x, w: reference.attention(x, w, POSITIONS, config)  # noqa: E731
+    assert_same(Attention(config), formula, random_states(), angles(config))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_with_window_and_sinks(window: int | None, sinks: bool) -> None:
@@ -79,8 +107,15 @@ def test_block() -> None:
     assert_same(Block(TINY), lambda x, w: reference.block(x, w, POSITIONS, TINY), random_states(), angles())
 
 
+MORE = [
+    {},
+    {"windows": (2, None), "sinks": True, "num_layers": 3},
+    {"rope_scaling": RopeScaling("dynamic", 2.0, 500), "qk_norm": True, "softcap": 3.0},
+]
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("more", [{}, {"windows": (2, None), "sinks": True, "num_layers": 3}], ids=["plain", "mixed"])
+@pytest.mark.parametrize("more", MORE, ids=["plain", "mixed", "scaled"])
 def test_decoder(tied: bool, more: dict[str, Any]) -> None:
     shape = dict(vocab_size=32, width=16, num_layers=2, num_heads=4, num_kv_heads=2, norm_eps=1e-4)
     config = DecoderConfig(**{**shape, "tie_embeddings": tied, **more})  # type: ignore[arg-type]
@@ -121,9 +156,33 @@ def test_attention_is_given_record_window_and_sinks(monkeypatch: pytest.MonkeyPa
     model(torch.zeros(2, 7, dtype=torch.int64), POSITIONS, record)
     assert [shapes for shapes, _ in seen] == [((2, 4, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4))] * 3
     for (_, options), window, block in zip(seen, (5, None, 5), model.blocks, strict=True):
-        assert options.keys() == {"sequence", "window", "sinks"}
+        assert options.keys() == {"sequence", "window", "sinks", "softcap", "dropout_p"}
         assert (options["sequence"], options["window"]) == (record, window)
+        assert (options["softcap"], options["dropout_p"]) == (None, 0.0)
         assert options["sinks"] is block.attention.sinks and (options["sinks"] is not None) == sinks
+
+
+def test_softcap_and_dropout_reach_attention_the_latter_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.append((options["softcap"], options["dropout_p"]))
+        return query
+
+    monkeypatch.setattr("lightning_longctx.models.decoder.attend", spy)
+    model = Decoder(DecoderConfig(**{**vars(TINY), "softcap": 50.0, "attention_dropout": 0.25}))
+    for training in (True, False):
+        model.train(training)(torch.zeros(1, 4, dtype=torch.int64))
+    assert seen == [(50.0, 0.25)] * 2 + [(50.0, 0.0)] * 2
+
+
+def test_dropped_weights_change_training_and_leave_evaluation_alone() -> None:
+    torch.manual_seed(0)
+    plain, input_ids = Decoder(TINY), torch.randint(32, (2, 7))
+    model = Decoder(DecoderConfig(**{**vars(TINY), "attention_dropout": 0.5}))
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(model.eval()(input_ids), plain(input_ids), rtol=0, atol=0)
+    assert not torch.allclose(model.train()(input_ids), plain(input_ids))
 
 
 @pytest.mark.parametrize("mode", ["true", "mixed"])
@@ -142,5 +201,7 @@ def test_number_of_parameters() -> None:
     assert Decoder(TINY).num_parameters == 2 * 32 * 16 + 2 * per_block + 16
     tied = DecoderConfig(**{**vars(TINY), "tie_embeddings": True})
     assert Decoder(tied).num_parameters == 32 * 16 + 2 * per_block + 16
+    normed = DecoderConfig(**{**vars(TINY), "qk_norm": True})
+    assert Decoder(normed).num_parameters == 2 * 32 * 16 + 2 * (per_block + 2 * 4) + 16
     sinks = DecoderConfig(**{**vars(TINY), "sinks": True})
     assert Decoder(sinks).num_parameters == 2 * 32 * 16 + 2 * (per_block + 4) + 16

@@ -30,7 +30,7 @@ def test_weights_start_with_documented_deviations() -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("way", ["own", "lightning"])
 def test_meta_device_gives_the_same_start(way: str, sinks: bool, tied: bool) -> None:
-    config = DecoderConfig(**{**vars(WIDE), "num_layers": 2, "tie_embeddings": tied, "sinks": sinks})
+    config = DecoderConfig(**{**vars(WIDE), "num_layers": 2, "tie_embeddings": tied, "sinks": sinks, "qk_norm": sinks})
     torch.manual_seed(5)
     expected = Decoder(config)
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.func import functional_call
 
 from lightning_longctx.batch import Sharding, shard_batch
 from lightning_longctx.loss import token_cross_entropy
-from lightning_longctx.models import Decoder, DecoderConfig
+from lightning_longctx.models import Decoder, DecoderConfig, RopeScaling
 from lightning_longctx.sequence.documents import document_positions
 
 from . import reference
@@ -22,11 +23,14 @@ ROWS = {
 }
 
 
+SCALING = RopeScaling("yarn", 4.0, 16)
+
+
 @pytest.mark.parametrize("rows", list(ROWS))
 @pytest.mark.parametrize("windows", [(None,), (3, None)])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_packed_equals_every_document_alone(rows: str, windows: tuple[int | None, ...], sinks: bool) -> None:
-    config = DecoderConfig(32, 16, num_layers=2, num_heads=4, num_kv_heads=2, windows=windows, sinks=sinks)
+@pytest.mark.parametrize("more", [{}, {"sinks": True}, {"qk_norm": True, "rope_scaling": SCALING, "softcap": 2.0}])
+def test_packed_equals_every_document_alone(rows: str, windows: tuple[int | None, ...], more: dict[str, Any]) -> None:
+    config = DecoderConfig(32, 16, num_layers=2, num_heads=4, num_kv_heads=2, windows=windows, **more)
     torch.manual_seed(0)
     model = Decoder(config)
     weights = {name: torch.randn_like(value, dtype=torch.float64) / 2 for name, value in model.named_parameters()}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_longctx import CausalLM, Degrees, LongContextStrategy
@@ -27,7 +28,8 @@ STEPS, LENGTH = 20, 512
 class Run:
     """One training run. Runs that differ only in degrees, layout, communication or sharding must give the same numbers.
 
-    ``documents`` packs every sample: ``alike`` in the same way, ``unlike`` each in its own.
+    ``documents`` packs every sample: ``alike`` in the same way, ``unlike`` each in its own. ``dropout`` is attention's,
+    a third of it the states'; ``recompute`` checkpoints every block of the decoder, which must not change a bit either.
     """
 
     degrees: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -44,6 +46,9 @@ class Run:
     windows: tuple[int | None, ...] = (None,)
     sinks: bool = False
     communication: Communication = Communication()
+    dropout: float = 0.0
+    softcap: float | None = None
+    recompute: bool = field(default=False, hash=False)
 
 
 @dataclass
@@ -58,8 +63,9 @@ class Result:
 class PlainLM(LightningModule):
     """Inherits nothing from the package, calls PyTorch's attention, and returns the mean over its own labels."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.embedding = nn.Embedding(DECODER.vocab_size, DECODER.width)
         self.positions = nn.Embedding(LENGTH, DECODER.width)
         # No bias: softmax does not feel the keys', so its gradient is rounding, which AdamW turns into whole steps.
@@ -73,7 +79,8 @@ class PlainLM(LightningModule):
         for qkv, mlp in zip(self.qkv, self.mlp, strict=True):
             normed = F.layer_norm(states, states.shape[-1:])
             query, key, value = qkv(normed).unflatten(-1, (3, DECODER.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            dropout = self.dropout if self.training else 0.0
+            found = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
             states = states + F.gelu(mlp(found.transpose(1, 2).flatten(2)))
         return self.head(states)
 
@@ -146,11 +153,14 @@ def train(run: Run) -> Result:
     """Fit on this rank's part of the world."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))  # replicas must agree whatever the seeds
     degrees = Degrees(**run.degrees).resolve(dist.get_world_size())
-    config = replace(DECODER, windows=run.windows, sinks=run.sinks)
-    module = PlainLM(optimizer(run)) if run.plain else CausalLM(config, optimizer(run))
+    config = replace(DECODER, windows=run.windows, sinks=run.sinks, softcap=run.softcap)
+    config = replace(config, attention_dropout=run.dropout, dropout=run.dropout / 3)
+    module = PlainLM(optimizer(run), run.dropout) if run.plain else CausalLM(config, optimizer(run))
     torch.manual_seed(1)
     if isinstance(module, CausalLM):
         module.decoder = Decoder(config)
+        for block in module.decoder.blocks if run.recompute else ():
+            checkpoint(block)
         for name, weight in module.named_parameters():
             if name.endswith("sinks"):
                 nn.init.normal_(weight)  # of the size of logits: at 0 a sink forgotten in backward would look right

@@ -1,4 +1,4 @@
-"""Twenty steps of a real model: the same losses, gradient norms and weights as one process, whatever the degrees."""
+"""Twenty batches of a real model: the same losses, gradient norms and weights as one process, whatever the degrees."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ DEGREES = {
     "context 4 as 2x2": (4, dict(context=4, inner_ring=2)),
     "data 2 x context 2": (4, dict(data=2, context=2)),
 }
+ONE_BY_ONE, BY_THREES = dict(accumulate=1, steps=20), dict(accumulate=3, steps=7)
 RUNS = [
-    *(Run(accumulate=a, optimizer=o) for a in (1, 3) for o in ("adamw", "sgd")),
-    *(Run(accumulate=a, optimizer=o, plain=True) for a, o in ((1, "sgd"), (3, "adamw"))),
-    Run(optimizer="sgd", clip=0.1),
+    *(Run(optimizer=o, **pace) for pace in (ONE_BY_ONE, BY_THREES) for o in ("adamw", "sgd")),
+    *(Run(optimizer=o, plain=True, **pace) for pace, o in ((ONE_BY_ONE, "sgd"), (BY_THREES, "adamw"))),
+    Run(optimizer="sgd", clip=0.1, **ONE_BY_ONE),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,20 @@ import yaml
 from lightning_longctx._resources import recipes_dir
 from lightning_longctx.cli import main
 from lightning_longctx.cli.recipes import shipped
+from tests.launches import launch_environment
+from tests.models.tiny_gguf import write_gguf
 
 WHOLE = sorted(path.name for path in recipes_dir().glob("*.yaml"))
 FRAGMENTS = sorted(path.name for path in recipes_dir().glob("fragments/*.yaml"))
 # As little of everything as still trains.
 SMALL = {
     "quickstart.yaml": ["--model.init_args.decoder.num_layers", "1"],
+    "hugging_face.yaml": ["--model.init_args.overrides", "{num_hidden_layers: 1}"],
     "plain_module.yaml": ["--model.init_args.num_layers", "1"],
+    "smollm2_135m_8k.yaml": [
+        "--model.init_args.pretrained=tiny.gguf",
+        "--data.init_args.tokenizer.init_args.pretrained=tiny.gguf",
+    ],
 }
 
 
@@ -194,13 +200,12 @@ def test_what_does_not_fit_is_named_before_anything_starts(options: list[str], n
 
 def command(*arguments: str, torchrun: int = 0, **options) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(torchrun)] if torchrun else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *launcher, "-m", "lightning_longctx", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
-        env=environment,
+        env=launch_environment(),
         **options,
     )
 
@@ -229,6 +234,7 @@ ONE_STEP = ["--trainer.max_steps=1", "--trainer.limit_val_batches=1", "--trainer
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", WHOLE)
 def test_a_recipe_takes_a_step(recipe: str, tmp_path: Path, corpus: list[str]) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
     done = command("fit", "--config", recipe, *SMALL[recipe], *ONE_STEP, *corpus)
     assert done.returncode == 0, done.stderr
     assert "train_loss" in done.stdout + done.stderr

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_longctx.attention.dropout import mixed_seed
 from lightning_longctx.sequence import SequenceRecord
 from lightning_longctx.strategy.contents import convert_all_but_records, read_batch
-from lightning_longctx.strategy.randomness import mixed_seed
 from lightning_longctx.strategy.steps import whole_attention
 from lightning_longctx.strategy.validate import check_module, check_optimizers
 from lightning_longctx.topology import Degrees
@@ -47,7 +47,7 @@ def test_conversion_passes_records_by(batch: object) -> None:
 
 def test_batches_must_be_cut() -> None:
     with pytest.raises(ValueError, match=r"context=2, but the batch of validation_step has no `sequence`"):
-        with whole_attention(read_batch({}), Degrees(context=2), "validation_step"):
+        with whole_attention(read_batch({}), Degrees(context=2), "validation_step", nn.Identity()):
             pass
 
 
@@ -59,8 +59,8 @@ def test_seeds_differ() -> None:
 
 def test_modules_that_are_refused() -> None:
     with pytest.raises(ValueError, match="1 is a SyncBatchNorm"):
-        check_module(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
-    check_module(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+        check_module(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), Degrees())
+    check_module(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), Degrees())
 
 
 def test_optimizers_of_other_parameters() -> None:

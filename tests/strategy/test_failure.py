@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lightning_longctx.strategy.failure import end_processes, explain
+from tests.launches import ROOT, launch_environment
 from tests.strategy.fails_on_one_rank import MESSAGE
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.strategy.fails_on_one_rank"
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
@@ -38,11 +38,17 @@ def marked(run: str) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
-    ("launcher", "where", "rank"), [([], "step", 1), ([], "worker", 0), (TORCHRUN, "step", 1)], ids=str
+    ("launcher", "where", "rank"),
+    [
+        pytest.param([], "step", 1, marks=pytest.mark.exhaustive),  # tests/cases/test_failing_rank.py does the same
+        ([], "worker", 0),
+        (TORCHRUN, "step", 1),
+    ],
+    ids=str,
 )
 def test_a_failing_rank_ends_all(launcher: list[str], where: str, rank: int) -> None:
     run = uuid.uuid4().hex
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: run}
+    environment = launch_environment(**{MARK: run})
     command = [sys.executable, *launcher, "-m", PROGRAM, where, str(rank)]
     try:
         done = subprocess.run(

@@ -1,26 +1,18 @@
-"""Wrong numbers of processes are refused before anything communicates."""
+"""Wrong numbers of processes are refused before anything communicates (by torchrun itself: ``tests/recipes``)."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-
-from lightning_longctx.strategy.launch import check_launch
-
-ROOT = Path(__file__).parents[2]
-
-PROGRAM = """
-import sys
 from lightning.pytorch import Trainer
+
 from lightning_longctx.strategy import LongContextStrategy
+from lightning_longctx.strategy.launch import check_launch
+from lightning_longctx.testing import GlooPool
 from lightning_longctx.topology import Degrees
-Trainer(strategy=LongContextStrategy(Degrees(context=2)), accelerator="cpu", devices=eval(sys.argv[1]), logger=False)
-"""
 
 
 @pytest.fixture
@@ -49,16 +41,17 @@ def test_lightning_launches_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> No
     check_launch(LightningEnvironment(), 8, 2)
 
 
-def test_torchrun_fails_on_every_rank(tmp_path: Path) -> None:
+def refusal() -> str:
+    """What a Trainer says to a process that torchrun has started; the pool has set the other variables."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "one"
+    try:
+        Trainer(strategy=LongContextStrategy(Degrees(context=2)), accelerator="cpu", devices="auto", logger=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_refuses_by_itself(gloo: Callable[[int], GlooPool]) -> None:
     """Also with ``devices=auto``, which is 1 on CPU."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    logs = tmp_path / "logs"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += ["--log-dir", str(logs), "--redirects", "3", str(program), "'auto'"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode != 0
-    errors = [path.read_text() for path in sorted(logs.glob("**/stderr.log"))]
-    assert len(errors) == 2
-    assert any("trainer.devices=" in error and "2 processes" in error for error in errors), errors
+    for said in gloo(2).run(refusal):
+        assert "trainer.devices=1" in said and "runs 2 processes" in said

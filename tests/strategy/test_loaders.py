@@ -79,7 +79,7 @@ def test_a_dataloader_is_wrapped_once() -> None:
     assert collate == ShardCollate(default_collate, SHARDING)
     batches = list(loader)
     assert batches[0]["input_ids"].tolist() == [[2, 3, 4, 5], [102, 103, 104, 105]]
-    assert batches[0]["sequence"] == SHARDING.record(8, 14, batches[0]["sequence"].checksum)
+    assert batches[0]["sequence"] == SHARDING.record(8, 14, batches[0]["sequence"].checksum, row_lengths=(8,))
 
 
 def test_other_iterables_stay_as_they_are() -> None:

@@ -63,4 +63,4 @@ def test_a_parameter_without_dims_is_named() -> None:
     module = nn.Module()
     module.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match=r"parameter scale has no dims.*torch.ones\(1\)"):
-        check_module(module)
+        check_module(module, Degrees())

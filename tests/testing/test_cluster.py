@@ -20,15 +20,18 @@ rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo")
 near, far = rank ^ 1, (rank + size // 2) % size
 block, arrived = torch.full((2_500_000 // 4,), float(rank)), torch.empty(2_500_000 // 4)
-for peer in (near, far):
-    dist.barrier()
-    start = time.perf_counter()
-    work = dist.irecv(arrived, peer)
-    dist.isend(block, peer).wait()
-    work.wait()
-    assert (arrived == peer).all()
-    dist.barrier()
-    print(time.perf_counter() - start)
+for peer, times in ((near, 5), (far, 1)):
+    seconds = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        work = dist.irecv(arrived, peer)
+        dist.isend(block, peer).wait()
+        work.wait()
+        assert (arrived == peer).all()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    print(min(seconds))
 sys.stdout.flush()
 os._exit(0)
 """
@@ -40,7 +43,10 @@ def namespaces() -> set[str]:
 
 
 def talk(cluster: Cluster) -> list[list[float]]:
-    """For each rank, seconds to swap 2.5 MB with a rank of its node, and with one of another node."""
+    """For each rank, seconds to swap 2.5 MB with a rank of its node, and with one of another node.
+
+    A swap over memory waits for cores that other work may have: the best of five tells what the link can do.
+    """
     processes = [
         subprocess.Popen(
             [*place.prefix, sys.executable, "-c", TALK],

@@ -202,6 +202,18 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_stopped_between_calls(gloo: Pools) -> None:
+    """Threads of their process groups would wake for nothing, thousands of times a second, while other pools work."""
+    pool = gloo(2)
+    for _ in range(2):
+        pool.run(pid_and_sum, 0.0)
+        deadline = time.monotonic() + 20
+        while {status(pid)[0] for pid in pool.pids} != {"T"} and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [status(pid)[0] for pid in pool.pids] == ["T", "T"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_do_not_outlive_a_killed_parent() -> None:
     command = [sys.executable, "-c", ORPHANS.format(path=sys.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_longctx import _upstream
+from lightning_longctx.attention.backends.contract import Needs, Scores, Tiles
 from lightning_longctx.plan.cuts import (
     causal_parts,
     halved,
@@ -21,7 +22,7 @@ from lightning_longctx.plan.tiles import Tile
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
-_CUDA_WIDTH = 256
+_CUDA_WIDTH, _CUDA_WIDTH_STEP = 256, 8
 _CPU_SQUARE, _CPU_KEYS, _CPU_BAND = 128, 1024, 256
 
 
@@ -33,20 +34,24 @@ class Aten:
     """
 
     name = "aten"
+    takes_tables = False
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    def refusal(self, needs: Needs) -> str | None:
         """See ``Backend.refusal``."""
+        device, dtype = needs.device, needs.dtype
+        if needs.softcap or needs.dropout:
+            return "PyTorch's flash attention knows no " + ("softcap" if needs.softcap else "dropout by position")
         if device.type not in ("cpu", "cuda"):
             return f"no flash attention for device type {device.type}"
         if dtype not in (_CPU_DTYPES if device.type == "cpu" else _CUDA_DTYPES):
             return f"no {dtype} on {device.type}"
-        if device.type == "cuda" and width > _CUDA_WIDTH:
-            return f"head width {width} is over {_CUDA_WIDTH}"
+        if device.type == "cuda" and (needs.width > _CUDA_WIDTH or needs.width % _CUDA_WIDTH_STEP):
+            return f"head width {needs.width} is not a multiple of {_CUDA_WIDTH_STEP} up to {_CUDA_WIDTH}"
+        if device.type == "cuda" and needs.window:
+            return "no windows on cuda"
         return None
 
-    def parts(
-        self, tile: Tile, device: torch.device, dtype: torch.dtype, *, backward: bool = False
-    ) -> tuple[Tile, ...]:
+    def parts(self, tile: Tile, device: torch.device, dtype: torch.dtype, *, backward: bool = False) -> Tiles:
         """Full and square causal tiles; on CPU small squares, because the op computes 512 keys at a time along them.
 
         Measured (8 heads of 64, float32, forward + backward): a causal square of 8,192 takes 3.40 s whole and 3.20 s
@@ -62,8 +67,9 @@ class Aten:
         leaves = tuple(leaf for part in parts for leaf in _leaves(part))
         return tuple(column for leaf in leaves for column in narrowed(leaf, _CPU_KEYS)) if backward else leaves
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scores: Scores) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
+        (tile,), scale = tiles, scores.scale
         if query.device.type == "cpu":
             causal, bias = _cpu_mask(tile, query.dtype)
             return _upstream.flash_attention_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
@@ -78,10 +84,11 @@ class Aten:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        tile: Tile,
-        scale: float,
+        tiles: Tiles,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``Backend.backward``."""
+        (tile,), scale = tiles, scores.scale
         if query.device.type == "cpu":
             causal, bias = _cpu_mask(tile, query.dtype)
             flash = _upstream.flash_attention_cpu_backward

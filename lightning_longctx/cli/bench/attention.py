@@ -95,7 +95,7 @@ class AttentionBench:
     def _check_sizes(self) -> None:
         import torch
 
-        from lightning_longctx.attention.backends import choose_backend
+        from lightning_longctx.attention.backends import Needs, choose_backend
         from lightning_longctx.topology.degrees import divisors
 
         if self.heads % (self.kv_heads or self.heads):
@@ -113,7 +113,7 @@ class AttentionBench:
                 f"Use tokens={fitting}, or head=1."
             )
         self.case().degrees.check_heads(self.heads, self.kv_heads or self.heads)
-        choose_backend(self.backend, torch.device("cpu"), getattr(torch, self.dtype), self.width)
+        choose_backend(self.backend, Needs(torch.device("cpu"), getattr(torch, self.dtype), self.width))
 
     def case(self) -> AttentionCase:
         """What every system computes."""

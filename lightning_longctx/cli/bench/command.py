@@ -11,19 +11,21 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightning_longctx.cli.bench.attention import AttentionBench
 from lightning_longctx.cli.bench.gate import WrongResultError
+from lightning_longctx.cli.bench.kernels import KernelBench
 from lightning_longctx.cli.bench.ring import RingBench
 from lightning_longctx.testing.cluster import ClusterUnavailableError
 
-BENCHES = {"attention": AttentionBench, "ring": RingBench}
+BENCHES = {"attention": AttentionBench, "ring": RingBench, "kernels": KernelBench}
 """What can be timed: name -> a frozen dataclass. Its fields are the options, making one checks them, ``run()`` runs."""
 
-DESCRIPTION = """Time a part of this package on this machine, in one run side by side with a single process.
+DESCRIPTION = """Time a part of this package on this machine, in one run side by side with what it is measured against.
 
   lightning-longctx bench attention --ranks 2 --tokens 16384 --csv attention.csv
   lightning-longctx bench attention --ranks 4 --inner_ring 2 --tokens 8192 --layout striped
   lightning-longctx bench attention --heads 16 --kv_heads 4 --dtype bfloat16
   lightning-longctx bench attention --mask documents:256 --peers
   lightning-longctx bench ring --nodes 2 --ranks_per_node 4 --nic_mbit 100
+  lightning-longctx bench kernels --heads 32 --kv_heads 8    on a GPU: ours against flash-attn and PyTorch's
   lightning-longctx bench attention --help                   every option, explained
 """
 

@@ -1,0 +1,1 @@
+"""Models of Hugging Face transformers inside a module, made to attend over ranks."""
