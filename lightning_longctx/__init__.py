@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_longctx.data import TextDataModule
     from lightning_longctx.mixins import CausalLM, HuggingFaceModule, LongContextMixin, NextTokenMixin
     from lightning_longctx.plan import Communication, Mask
-    from lightning_longctx.strategy import LongContextStrategy
+    from lightning_longctx.strategy import LongContextStrategy, ShardingOptions
     from lightning_longctx.topology import Degrees, Links
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "LongContextStrategy",
     "Mask",
     "NextTokenMixin",
+    "ShardingOptions",
     "TextDataModule",
     "attend",
 ]
@@ -43,6 +44,7 @@ _ROOMS = {
     "LongContextStrategy": "strategy",
     "Mask": "plan",
     "NextTokenMixin": "mixins",
+    "ShardingOptions": "strategy",
     "TextDataModule": "data",
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_longctx.attention.dropout import check_probability, drawn
 from lightning_longctx.attention.exchange import trade_heads_for_tokens, trade_tokens_for_heads
@@ -31,6 +32,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    num_heads: int | None = None,
 ) -> Tensor:
     """Attention over a sequence whose tokens are spread over the context and head ranks.
 
@@ -46,12 +48,14 @@ def attend(
         causal: A query sees no later key.
         window: A query sees at most this many keys, itself included; needs ``causal``. None is no limit.
         sinks: [Hq], a learned logit for every query head that takes part in the softmax, but has no value. All of them,
-            also where heads are shared among ranks.
+            also where head ranks share the heads; of a DTensor, this rank's part.
         scale: Factor on the scores; None is ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2, arXiv 2408.00118).
         dropout_p: Probability that a weight is dropped (the others grow by ``1 / (1 - p)``); pass 0 in evaluation. In a
             training step of the strategy the same weights are dropped for every layout and every degree, and when
             attention is recomputed.
+        num_heads: Query heads of the whole layer, where tensor ranks hold Hq of them each: dropout goes by a head's
+            number among all. None: Hq are all.
 
     Returns:
         [B, Hq, T, D] in the inputs' dtype (autocast's, where that is on).
@@ -59,7 +63,8 @@ def attend(
     Raises:
         ValueError: Shapes, dtypes or options do not fit each other or the record, before anything is sent.
     """
-    options = AttentionOptions(Mask(causal, window), scale, softcap, dropout_p)
+    options = AttentionOptions(Mask(causal, window), scale, softcap, dropout_p, num_heads)
+    sinks = sinks.to_local() if isinstance(sinks, DTensor) else sinks
     return attend_masked(query, key, value, options, sequence=sequence, sinks=sinks)
 
 
@@ -71,6 +76,7 @@ class AttentionOptions:
     scale: float | None = None
     softcap: float | None = None
     dropout_p: float = 0.0
+    num_heads: int | None = None
 
     def __post_init__(self) -> None:
         check_probability(self.dropout_p)
@@ -97,8 +103,8 @@ def attend_masked(
     check_mask(options.mask, sinks, query, record)
     draw = None
     if options.dropout_p > 0:
-        first_head = record.head_rank * (query.shape[1] // record.head)
-        draw = drawn(record.num_ranks * record.head, first_head)
+        first_head = first_of_heads(query.shape[1], options.num_heads, record)
+        draw = drawn(record.num_ranks * record.head * record.tensor, first_head)
     # Kernels are called below the check by which PyTorch's own attention makes the last dim dense.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if record.head == 1:
@@ -128,6 +134,28 @@ def _over_context(
     numbers = (scale, mask.causal, mask.window, mask.isolate, options.softcap, options.dropout_p, draw, keep_kv)
     out, _, _ = ring_attention(query, key, value, sinks, *place, *numbers)
     return taken_apart(out, record.num_rows) if record.num_rows > 1 else out
+
+
+def first_of_heads(num_local_heads: int, num_heads: int | None, record: SequenceRecord) -> int:
+    """Global number of the first query head that this rank computes.
+
+    Args:
+        num_local_heads: Query heads of the call, before head ranks share them.
+        num_heads: Of the whole layer; None: the call has all.
+        record: Says which head rank and which tensor rank this is.
+
+    Raises:
+        ValueError: The tensor ranks do not hold equal parts of the heads.
+    """
+    first = record.head_rank * (num_local_heads // record.head)
+    if num_heads in (None, num_local_heads):
+        return first
+    if num_local_heads * record.tensor != num_heads:
+        raise ValueError(
+            f"num_heads={num_heads}, but attention got {num_local_heads} query heads on each of {record.tensor} tensor "
+            f"ranks. Pass num_heads={num_local_heads * record.tensor}, or None where no tensor ranks share the heads."
+        )
+    return first + record.tensor_rank * num_local_heads
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, record: SequenceRecord) -> None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_longctx.attention import peer_memory
+from lightning_longctx.attention.peer_errors import PeerError, place_of
 
 MOST_TENSORS = 2
 """In one message: keys and values."""
@@ -132,15 +133,15 @@ class HostMessages:
         """Wait until a message is no longer pending.
 
         Raises:
-            RuntimeError: The other rank has ended, or the timeout is over.
+            PeerError: The other rank has ended, or the timeout is over.
         """
         deadline, left = time.monotonic() + self._seconds, 0.0
         while key in pending:
             self.listen(left)
             if key in pending and key.peer in self._ended:
-                raise _ended(key.peer)
+                raise PeerError("lost", place_of(key.channel), key.peer, time.monotonic() - deadline + self._seconds)
             if key in pending and (left := deadline - time.monotonic()) <= 0:
-                raise RuntimeError(f"timed out waiting {self._seconds:g} s for rank {key.peer}.")
+                raise PeerError("late", place_of(key.channel), key.peer, self._seconds)
 
     def listen(self, seconds: float) -> None:
         """Read notices, waiting at most that long for the first, and take what is wanted."""
@@ -177,7 +178,10 @@ class HostMessages:
         buffers, (size, addresses) = self._wanted[key], self._offered.pop(key)
         if size != (expected := sum(buffer.nbytes for buffer in buffers)):
             raise RuntimeError(f"rank {key.peer} sent {size} bytes where {expected} were expected.")
-        peer_memory.read(self._links[key.peer].process, addresses[: len(buffers)], buffers)
+        try:
+            peer_memory.read(self._links[key.peer].process, addresses[: len(buffers)], buffers)
+        except ProcessLookupError as error:  # it has ended since it offered this
+            raise PeerError("lost", place_of(key.channel), key.peer, 0.0) from error
         del self._wanted[key]
         self._notify(_TAKEN, key)
 
@@ -186,7 +190,7 @@ class HostMessages:
         self._unsent.append((key.peer, _NOTICE.pack(kind, key.channel, key.number, size, *addresses, *unused)))
         self._flush()
         if kind == _OFFERED and key.peer in self._ended:
-            raise _ended(key.peer)
+            raise PeerError("lost", place_of(key.channel), key.peer, 0.0)
 
     def _flush(self) -> None:
         """Send notices, in order, until a socket is full: its rank has hundreds to read."""
@@ -212,7 +216,3 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # where processes can fork
     os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _ended(peer: int) -> RuntimeError:
-    return RuntimeError(f"connection closed by peer: rank {peer}, on this machine, has ended.")

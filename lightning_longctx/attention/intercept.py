@@ -123,9 +123,16 @@ class _Attention:
                 "attention is supported. Pass is_causal=True, or train with context=1."
             )
         query, key, value = _broadcast(query, key, value, enable_gqa)
+        record = self._record(query.shape[2])
+        if dropout_p > 0 and record.tensor > 1:
+            raise ValueError(
+                f"scaled_dot_product_attention was called with dropout_p={dropout_p} and does not say which of all "
+                f"heads these {query.shape[1]} are, which dropout over tensor={record.tensor} goes by. Call "
+                "lightning_longctx.attend(..., num_heads=ALL), pass dropout_p=0, or train with tensor=1."
+            )
         # What the call says, as on one process: causal over whole rows. It knows nothing of packed documents.
         options = AttentionOptions(Mask(causal=True, isolate=False), scale, dropout_p=dropout_p)
-        return attend_masked(query, key, value, options, sequence=self._record(query.shape[2]))
+        return attend_masked(query, key, value, options, sequence=record)
 
     def _fitting(self, num_tokens: int) -> list[SequenceRecord]:
         """Records of as many local tokens, one of each way to cut them."""

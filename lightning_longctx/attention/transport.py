@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_longctx.attention.host_messages import HostMessages
+from lightning_longctx.attention.peer_errors import PeerError, cause_of, place_of
 from lightning_longctx.plan.counts import link_of
 from lightning_longctx.plan.steps import CHANNELS, Channel, Hop
+
+T = TypeVar("T")
 
 _SMALL_BYTES = 1 << 20
 _HEADS = len(CHANNELS)  # a channel of its own
@@ -115,8 +119,8 @@ class GroupTransport:
         source = self._members[hop.source]
         if source in self._host:
             return self._host.receive(source, CHANNELS.index(hop.channel), buffers)
-        group = self._groups[hop.channel]
-        return Together([_posted(dist.irecv(buffer, src=source, group=group)) for buffer in buffers])
+        group, place = self._groups[hop.channel], place_of(CHANNELS.index(hop.channel))
+        return Together([_Posted.receive(buffer, source, group, place) for buffer in buffers])
 
     def send(self, hop: Hop, tensors: Sequence[Tensor]) -> Sent:
         """See ``Transport.send``."""
@@ -124,8 +128,8 @@ class GroupTransport:
         target = self._members[hop.target]
         if target in self._host:
             return self._host.send(target, CHANNELS.index(hop.channel), tensors)
-        group = self._groups[hop.channel]
-        return Together([_posted(dist.isend(tensor, dst=target, group=group)) for tensor in tensors])
+        group, place = self._groups[hop.channel], place_of(CHANNELS.index(hop.channel))
+        return Together([_Posted.send(tensor, target, group, place) for tensor in tensors])
 
     def close(self) -> None:
         """Free the process groups."""
@@ -133,10 +137,36 @@ class GroupTransport:
             dist.destroy_process_group(group)
 
 
-def _posted(work: dist.Work | None) -> Pending:
-    if work is None:
-        raise RuntimeError("this process is not a member of the ring's process groups.")
-    return work
+class _Posted(NamedTuple):
+    """A message of a process group, and what to say if it does not come."""
+
+    work: dist.Work | None
+    place: str
+    peer: int
+
+    @classmethod
+    def receive(cls, buffer: Tensor, source: int, group: dist.ProcessGroup, place: str) -> _Posted:
+        return cls(_named(lambda: dist.irecv(buffer, src=source, group=group), place, source), place, source)
+
+    @classmethod
+    def send(cls, tensor: Tensor, target: int, group: dist.ProcessGroup, place: str) -> _Posted:
+        return cls(_named(lambda: dist.isend(tensor, dst=target, group=group), place, target), place, target)
+
+    def wait(self) -> None:
+        if self.work is None:
+            raise RuntimeError("this process is not a member of the ring's process groups.")
+        _named(self.work.wait, self.place, self.peer)
+
+
+def _named(call: Callable[[], T], place: str, peer: int) -> T:
+    """What a call returns; an error of the connection says where it was, and with whom."""
+    begun = time.monotonic()
+    try:
+        return call()
+    except RuntimeError as error:
+        if (cause := cause_of(error)) is None:
+            raise
+        raise PeerError(cause, place, peer, time.monotonic() - begun) from error
 
 
 class HeadGroup:

@@ -36,9 +36,9 @@ def shard_batch(batch: Any, sharding: Sharding) -> Any:
       stay whole.
 
     Returns:
-        A dict (a ``UserDict`` such as a Hugging Face ``BatchEncoding`` keeps its type) with s tokens a row:
-        ``input_ids`` [B, s], ``position_ids`` [B, s] int64, ``shift_labels`` [B, s] int64 if there were labels, the
-        other entries, and ``sequence``: the ``SequenceRecord``, with the labels that count in the whole batch.
+        A dict (a ``UserDict`` such as a Hugging Face ``BatchEncoding`` keeps its type) with s tokens a row: first
+        ``input_ids`` [B, s], then ``position_ids`` [B, s] int64, ``shift_labels`` [B, s] int64 if there were labels,
+        the other entries, and ``sequence``: the ``SequenceRecord``, with the labels that count in the whole batch.
 
     Raises:
         ValueError: The batch is no mapping, is already cut, or has an entry that cannot be cut without asking.
@@ -65,16 +65,22 @@ def shard_batch(batch: Any, sharding: Sharding) -> Any:
         dims["shift_labels"] = 1
     num_valid_tokens = count_valid(whole["shift_labels"]) if "shift_labels" in whole else -1
     padded = length > tokens[1] or hidden is not None
-    checksum = _checksum(whole, length, num_rows, num_valid_tokens, *lengths, *documents)
+    checksum = _checksum(whole, dims, length, num_rows, num_valid_tokens, *lengths, *documents)
     record = sharding.record(length, num_valid_tokens, checksum, documents, num_rows, padded, lengths)
-    return _like(batch, cut_entries(whole, dims, record) | {"sequence": record})
+    cut = cut_entries(whole, dims, record)
+    # Lightning takes the first tensor's dim 0 for the batch size, by which it weighs means over an epoch.
+    tokens_first = {key: cut[key] for key in TOKENS if key in cut}
+    return _like(batch, tokens_first | cut | {"sequence": record})
 
 
-def _checksum(entries: Mapping[str, Any], *numbers: int) -> int:
-    """Of the tokens (none of embeddings) and of ``numbers``, in 62 bits."""
+def _checksum(entries: Mapping[str, Any], dims: Mapping[str, int | None], *numbers: int) -> int:
+    """Of tokens, labels and other entries that are cut (none of embeddings) and of ``numbers``, in 62 bits."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
-    if "input_ids" in entries:
-        digest.update(entries["input_ids"].to("cpu", torch.int64).contiguous().numpy().tobytes())
+    cut = (key for key, value in entries.items() if dims[key] is not None and value.ndim <= 2)
+    for key in sorted(cut):
+        value = entries[key].to("cpu").contiguous()
+        digest.update(f"{key}{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest()) & (2**62 - 1)
 
 

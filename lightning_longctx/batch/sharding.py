@@ -37,12 +37,14 @@ class Sharding:
         pad_values: (entry, value) for entries that are not padded with 0.
         head: Head ranks, which share a context rank's tokens outside attention.
         head_rank: This process's position among them.
+        tensor: Tensor ranks, which all get the same tokens.
+        tensor_rank: This process's position among them.
         masks: The attention masks of the model's layers: what ``auto`` counts with.
         links: Speeds that ``auto`` counts with.
 
     Raises:
-        ValueError: An unknown layout, a rank outside ``num_ranks`` or ``head``, a multiple below 1, or an option for an
-            entry that is not free to be set.
+        ValueError: An unknown layout, a rank outside ``num_ranks``, ``head`` or ``tensor``, a multiple below 1, or an
+            option for an entry that is not free to be set.
     """
 
     layout: LayoutOption = "contiguous"
@@ -56,6 +58,8 @@ class Sharding:
     pad_values: tuple[tuple[str, int], ...] = ()
     head: int = 1
     head_rank: int = 0
+    tensor: int = 1
+    tensor_rank: int = 0
     masks: tuple[Mask, ...] = (Mask(),)
     links: Links = Links()
 
@@ -66,6 +70,8 @@ class Sharding:
             raise ValueError(f"rank={self.rank} is not one of the {self.num_ranks} context ranks.")
         if not 0 <= self.head_rank < self.head:
             raise ValueError(f"head_rank={self.head_rank} is not one of the {self.head} head ranks.")
+        if not 0 <= self.tensor_rank < self.tensor:
+            raise ValueError(f"tensor_rank={self.tensor_rank} is not one of the {self.tensor} tensor ranks.")
         if self.multiple < 1:
             raise ValueError(f"multiple={self.multiple} must be a positive integer.")
         for option, settled in SETTLED.items():
@@ -91,6 +97,8 @@ class Sharding:
             rank=self.rank,
             head=self.head,
             head_rank=self.head_rank,
+            tensor=self.tensor,
+            tensor_rank=self.tensor_rank,
             documents=documents,
             num_rows=num_rows,
             padded=padded,

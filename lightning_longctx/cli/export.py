@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from jsonargparse import ArgumentParser
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_longctx._upstream import METADATA_FILENAME
+from lightning_longctx.cli.checkpoint_files import gathered, unpickled
 from lightning_longctx.models import DecoderConfig, save_pretrained
 
 MODULE = "decoder."
@@ -75,11 +72,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], DecoderConfig | None
         ValueError: Nothing that can be read is there, or it holds no ``CausalLM``.
     """
     if path.is_file():
-        rest = _unpickled(path)
+        rest = unpickled(path)
         tensors = rest.get("state_dict")
     elif (path / METADATA_FILENAME).is_file():
-        rest = _unpickled(path / METADATA_FILENAME)
-        tensors = _gathered(path)
+        rest = unpickled(path)
+        named = gathered(path, lambda name: name.startswith(f"{SHARDED}.{MODULE}"))
+        tensors = {name.removeprefix(f"{SHARDED}."): value for name, value in named.items()}
     else:
         raise ValueError(f"{path} is no checkpoint: neither a file nor a directory with {METADATA_FILENAME}.")
     named = tensors.items() if isinstance(tensors, Mapping) else ()
@@ -93,53 +91,6 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], DecoderConfig | None
         return weights, None if stated is None else DecoderConfig.from_dict(stated)
     except ValueError as problem:
         raise ValueError(f"decoder_config in {path}: {problem}") from problem
-
-
-def _unpickled(path: Path) -> dict[str, Any]:
-    with _readable(path):
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, no checkpoint.")
-    return found
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Say which checkpoint it is that torch cannot read: what it raises depends on the bytes that it finds."""
-    try:
-        yield
-    except (Exception, dcp.CheckpointException) as problem:
-        raise ValueError(
-            f"{path} cannot be read ({_reason(problem)}). Give what Lightning saved of a CausalLM, whole: if it was "
-            "copied, copy it anew."
-        ) from problem
-
-
-def _reason(problem: BaseException) -> str:
-    """The part of torch's report that is about the file, as one sentence."""
-    if isinstance(problem, dcp.CheckpointException):
-        problem = next(iter(problem.failures.values()))[0]
-    if isinstance(problem, EOFError):
-        return "the file is empty or ends too early"
-    text = str(problem)
-    text = text.partition("WeightsUnpickler error:")[2] or text  # before it: how to load without weights_only
-    sentence = " ".join(text.partition("Check the documentation")[0].split()).partition(". ")[0]
-    return f"{type(problem).__name__}: {sentence.rstrip('.')}" if sentence else type(problem).__name__
-
-
-def _gathered(path: Path) -> dict[str, Tensor]:
-    """The module's tensors of a sharded checkpoint; its optimizers' stay where they are."""
-    with _readable(path):
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {
-        name.removeprefix(f"{SHARDED}."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith(f"{SHARDED}.{MODULE}") and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings(), _readable(path):
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        dcp.load({SHARDED: tensors}, checkpoint_id=path)
-    return tensors
 
 
 def main(argv: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from importlib import import_module
 
 COMMANDS: dict[str, str] = {
     "bench": "lightning_longctx.cli.bench:main",
+    "consolidate": "lightning_longctx.cli.consolidate:main",
     "explain": "lightning_longctx.cli.explain:main",
     "export": "lightning_longctx.cli.export:main",
     "recipes": "lightning_longctx.cli.recipes:main",

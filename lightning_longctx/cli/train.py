@@ -36,6 +36,7 @@ DESCRIPTION = """Train on long sequences with PyTorch Lightning, from one YAML r
                                                              the options of one class, explained
   lightning-longctx explain --help                           what layout, schedule and backend `auto` takes, and why
   lightning-longctx export --help                            turn a checkpoint into a Hugging Face folder
+  lightning-longctx consolidate --help                       turn a checkpoint directory into one file
   lightning-longctx bench --help                             time ring attention on this machine
 
 Lightning starts trainer.devices processes itself. To start them with torchrun instead, on one node or many:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_longctx.mixins.next_token import NextTokenMixin
 from lightning_longctx.models import Decoder, DecoderConfig
 from lightning_longctx.models.pretrained.sources import pretrained_config, pretrained_weights
+from lightning_longctx.models.tensor_plan import TensorPlan, decoder_plan
 from lightning_longctx.plan.mask import Mask
 
 
@@ -80,8 +81,17 @@ class CausalLM(NextTokenMixin, LightningModule):
         """Query heads and key/value heads, which the strategy checks its ``head`` degree against."""
         return self.config.num_heads, self.config.num_kv_heads or self.config.num_heads
 
+    @property
+    def attention_head_width(self) -> int:
+        """Width of a head: what attention costs, for ``ThroughputCallback``."""
+        return self.config.head_size
+
+    def tensor_parallel_plan(self) -> TensorPlan:
+        """The decoder's (see ``models.tensor_plan``)."""
+        return decoder_plan(self.config, "decoder.")
+
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """Next-token logits [B, s, vocab_size] for this rank's tokens."""
+        """Next-token logits [B, s, vocab_size] for this rank's tokens; of tensor ranks a DTensor, cut over V."""
         return self.decoder(batch["input_ids"], batch["position_ids"], batch["sequence"])
 
     def next_token_logits(self, batch: dict[str, Any]) -> Tensor:

@@ -18,7 +18,7 @@ from lightning_longctx.loss import token_cross_entropy
 from lightning_longctx.mixins.long_context import sum_over_ranks
 from lightning_longctx.mixins.next_token import NextTokenMixin
 from lightning_longctx.models.hugging_face.balance import Balance, balance_loss, balance_of
-from lightning_longctx.models.hugging_face.config import attention_heads, attention_masks
+from lightning_longctx.models.hugging_face.config import attention_head_width, attention_heads, attention_masks
 from lightning_longctx.models.hugging_face.files import (
     build_model,
     check_target,
@@ -26,6 +26,8 @@ from lightning_longctx.models.hugging_face.files import (
     read_config,
     write_model,
 )
+from lightning_longctx.models.hugging_face.tensor_plan import with_cut_logits
+from lightning_longctx.models.tensor_plan import TensorPlan
 from lightning_longctx.plan.mask import Mask
 from lightning_longctx.sequence.record import SequenceRecord
 
@@ -101,6 +103,17 @@ class HuggingFaceModule(NextTokenMixin, LightningModule):
     def attention_heads(self) -> tuple[int, int] | None:
         """Query heads and key/value heads, which the strategy checks its ``head`` degree against."""
         return attention_heads(self.config)
+
+    @property
+    def attention_head_width(self) -> int | None:
+        """Width of a head, if the configuration says it: what attention costs, for ``ThroughputCallback``."""
+        return attention_head_width(self.config)
+
+    def tensor_parallel_plan(self) -> TensorPlan:
+        """The plan that the model carries; logits stay cut over the vocabulary."""
+        head = self.model.get_output_embeddings()
+        names = {id(part): f"model.{name}" for name, part in self.model.named_modules()}
+        return with_cut_logits(super().tensor_parallel_plan(), names.get(id(head), ""))
 
     def forward(self, batch: dict[str, Any]) -> Any:
         """The model's outputs for this rank's tokens, ``logits`` [B, s, vocab_size] among them."""

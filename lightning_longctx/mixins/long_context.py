@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_longctx._upstream import attached_trainer, current_dataloader, is_first_of_window, is_last_of_window
 from lightning_longctx.loss import TokenMean
+from lightning_longctx.models.hugging_face.tensor_plan import hugging_face_plans
+from lightning_longctx.models.tensor_plan import TensorPlan
 from lightning_longctx.plan.mask import Mask
 from lightning_longctx.strategy import LongContextStrategy
 
@@ -37,6 +39,7 @@ class LongContextMixin:
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._window_sums: dict[str, Tensor] = {}
+        self._last_logged: dict[str, tuple[int, int]] = {}  # epoch and step
         self._epoch_means = nn.ModuleDict()
 
     def configure_optimizers(self) -> Any:
@@ -57,6 +60,21 @@ class LongContextMixin:
         Override it if layers have windows. It is read before ``configure_model``; it never changes the numbers.
         """
         return (Mask(),)
+
+    def tensor_parallel_plan(self) -> TensorPlan:
+        """How tensor ranks share the module's matrices: override it to train with ``tensor`` above 1.
+
+        Read after ``configure_model``. Every tensor rank then gets the same tokens, computes the same loss, and must
+        see the same activations wherever the plan does not say that they are cut. For instance, for the MLPs of a
+        module with blocks ``layers`` (``from torch.distributed.tensor.parallel import ...``):
+
+            return {"layers.*.mlp.up": ColwiseParallel(), "layers.*.mlp.down": RowwiseParallel()}
+
+        Returns:
+            See ``models.tensor_plan.TensorPlan``. The default takes the plans that Hugging Face models in the module
+            carry.
+        """
+        return hugging_face_plans(self._self)
 
     def token_mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """The loss to return from ``training_step``: tells the strategy over how many tokens it is a mean.
@@ -96,6 +114,13 @@ class LongContextMixin:
 
     def _log_step(self, name: str, total: Tensor, count: Tensor, prog_bar: bool, exponentiate: bool) -> None:
         trainer = self._self.trainer
+        step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if self._last_logged.get(name) == (trainer.current_epoch, step):
+            raise ValueError(
+                f"log_tokens({name!r}) was called twice in one training step, and can only be of one mean: add up sums "
+                "and counts and call it once, or use two names."
+            )
+        self._last_logged[name] = (trainer.current_epoch, step)
         if is_first_of_window(trainer):
             self._window_sums.pop(name, None)
         pair = torch.stack([total.double(), count.double()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_longctx.loss import token_cross_entropy
 from lightning_longctx.mixins.long_context import LongContextMixin
@@ -24,7 +25,10 @@ class NextTokenMixin(LongContextMixin):
     """
 
     def next_token_logits(self, batch: dict[str, Any]) -> Tensor:
-        """What the module must define: logits [B, s, vocab_size] of this rank's tokens."""
+        """What the module must define: logits [B, s, vocab_size] of this rank's tokens.
+
+        Of tensor ranks they may be a DTensor that is cut over the vocabulary.
+        """
         raise TypeError(f"{type(self).__name__} must define next_token_logits(batch): logits [B, s, vocab_size].")
 
     def training_step(self, batch: dict[str, Any]) -> Tensor:
@@ -48,7 +52,9 @@ class NextTokenMixin(LongContextMixin):
             ``tokens`` [B, s] int64 and ``position_ids`` [B, s] int64, the global positions that they follow: ranks
             hold different ones.
         """
-        return {"tokens": self.next_token_logits(batch).argmax(dim=-1), "position_ids": batch["position_ids"]}
+        logits = self.next_token_logits(batch)
+        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return {"tokens": whole.argmax(dim=-1), "position_ids": batch["position_ids"]}
 
     def _log_evaluation(self, stage: str, batch: dict[str, Any]) -> None:
         total, count = token_cross_entropy(self.next_token_logits(batch), batch["shift_labels"])

@@ -1,6 +1,7 @@
 """A Llama-style decoder (arXiv 2302.13971) that reads as its formula.
 
-Every module sees only this rank's tokens; positions come from ``position_ids`` and attention alone reaches beyond.
+Every module sees only this rank's tokens (tensor ranks share them as ``tensor_plan`` says); positions come from
+``position_ids`` and attention alone reaches beyond.
 Initialisation: normal with standard deviation 0.02; the two matrices of a block that write into the residual stream
 are scaled by ``1 / sqrt(2 * num_layers)`` (GPT-2), so that the stream's variance does not grow with depth; norms are 1,
 sinks 0.
@@ -13,6 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_longctx.attention.attend import attend
 from lightning_longctx.attention.token_dropout import token_dropout
@@ -45,6 +47,7 @@ class Attention(nn.Module):
         self.window = window
         self.softcap = config.softcap
         self.dropout = config.attention_dropout
+        self.num_heads = config.num_heads
         self.head_width = config.head_size
         self.query = Linear(config.width, config.num_heads * config.head_size, INIT_STD)
         self.key = Linear(config.width, config.kv_heads * config.head_size, INIT_STD)
@@ -75,6 +78,7 @@ class Attention(nn.Module):
             sinks=self.sinks,
             softcap=self.softcap,
             dropout_p=self.dropout if self.training else 0.0,
+            num_heads=self.num_heads,
         )
         return self.output(found.transpose(1, 2).flatten(2))
 
@@ -144,7 +148,7 @@ class Decoder(nn.Module):
             sequence: The batch's ``sequence`` entry; none means that the T tokens are whole sequences.
 
         Returns:
-            Logits [B, T, vocab_size].
+            Logits [B, T, vocab_size]; with tensor ranks (``models.tensor_plan``) a DTensor, cut over the vocabulary.
 
         Raises:
             ValueError: ``position_ids`` are missing although the sequence is cut over ranks, or have another shape; or
@@ -155,7 +159,10 @@ class Decoder(nn.Module):
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor | None = None, sequence: SequenceRecord | None = None
     ) -> Tensor:
-        """States [B, T, width] after the last norm, which ``logits`` turns into logits; arguments as in ``forward``."""
+        """States [B, T, width] after the last norm, which ``logits`` turns into logits; arguments as in ``forward``.
+
+        With tensor ranks a DTensor: each has a part of the tokens.
+        """
         positions = _positions(input_ids, position_ids, sequence)
         states = self.embedding(input_ids)
         exact = torch.promote_types(states.dtype, torch.float32)
@@ -167,8 +174,12 @@ class Decoder(nn.Module):
         return self.norm(states)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., vocab_size] of final states [..., width]."""
-        return F.linear(states, self.embedding.weight) if self.head is None else self.head(states)
+        """Logits [..., vocab_size] of final states [..., width]; with tensor ranks a DTensor over the vocabulary."""
+        if self.head is not None:
+            return self.head(states)
+        if isinstance(states, DTensor):  # gather the tokens, rather than the matrix
+            states = states.redistribute(placements=[Replicate()])
+        return F.linear(states, self.embedding.weight)
 
     @property
     def num_parameters(self) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class SequenceRecord:
     """How one batch's sequences are cut over the context and head ranks.
 
-    Plain values: hashable, picklable, and but for ``rank`` and ``head_rank`` the same on all ranks.
+    Plain values: hashable, picklable, and but for ``rank``, ``head_rank`` and ``tensor_rank`` the same on all ranks.
 
     Args:
         length: Length of a row in tokens, padding included; one for all rows of the batch.
@@ -27,6 +27,8 @@ class SequenceRecord:
         rank: Position of the holder on the context axes (window-major).
         head: Head ranks, which hold equal parts of a context rank's shard, in its local order.
         head_rank: Position of the holder among them.
+        tensor: Tensor ranks, which hold the same tokens, each for its part of every matrix (and of the heads).
+        tensor_rank: Position of the holder among them.
         documents: Cumulative lengths of packed documents, ``(0, ..., total)``; empty if a row is one document.
         num_rows: 1 if all rows of the batch have the same documents, which then count along one row. Otherwise the rows
             are taken one after another as one long sequence, along which ``documents`` count.
@@ -48,6 +50,8 @@ class SequenceRecord:
     rank: int = 0
     head: int = 1
     head_rank: int = 0
+    tensor: int = 1
+    tensor_rank: int = 0
     documents: Documents = ()
     num_rows: int = 1
     padded: bool = False
@@ -112,7 +116,7 @@ class SequenceRecord:
 
     @staticmethod
     def decode(code: torch.Tensor, ring: str = "", backend: str = "auto") -> SequenceRecord:
-        """Inverse of ``encode``, up to head ranks, padding, row lengths, token count and checksum."""
+        """Inverse of ``encode``, up to head and tensor ranks, padding, row lengths, token count and checksum."""
         length, layout, num_ranks, inner_ring, rank, num_rows, *documents = code.tolist()
         return SequenceRecord(
             length,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from lightning_longctx.batch import LayoutOption, Sharding
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.plan.mask import Mask
-from lightning_longctx.strategy.sharding import ShardingName
-from lightning_longctx.strategy.steps import check_degrees
 from lightning_longctx.topology import Degrees
 
 
@@ -26,13 +24,6 @@ def sharding_of_options(
     """
     dims, pads = tuple((sequence_dims or {}).items()), tuple((pad_values or {}).items())
     return Sharding(layout, backend=backend, sequence_dims=dims, pad_values=pads, links=communication.links)
-
-
-def check_options(degrees: Degrees, sharding: ShardingName) -> None:
-    """Raise ``ValueError`` unless ranks and parameters can be distributed that way."""
-    check_degrees(degrees)
-    if sharding not in get_args(ShardingName):
-        raise ValueError(f"sharding={sharding!r} is unknown; choose replicate or fsdp.")
 
 
 def declared_masks(module: Any) -> tuple[Mask, ...]:

@@ -38,6 +38,8 @@ def sharding_of_rank(sharding: Sharding, degrees: Degrees, rank: int, ring: str)
         rank=axis_rank(degrees, rank, *CONTEXT),
         head=degrees.head,
         head_rank=axis_rank(degrees, rank, "head"),
+        tensor=degrees.tensor,
+        tensor_rank=axis_rank(degrees, rank, "tensor"),
         multiple=padding_multiple(sharding.layout, degrees.context, degrees.head, degrees.tensor) if even else 1,
         ring=ring,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,20 +41,17 @@ def step_draws(seed: int, step: int, degrees: Degrees, rank: int) -> StepDraws:
 
 
 @contextmanager
-def step_randomness(
-    draws: StepDraws, seed: int, place: tuple[int, int], step: int, device: torch.device
-) -> Iterator[None]:
-    """All random numbers of a training step: attention's, and where there are other ranks, torch's own ones.
+def step_randomness(draws: StepDraws, seed: int, place: int, step: int, device: torch.device) -> Iterator[None]:
+    """All random numbers of a training step: attention's, and torch's own ones.
 
     Args:
         draws: For attention.
         seed: Shared by all ranks.
-        place: Which of how many ranks that hold different tokens this one is.
+        place: This rank's place among those that hold different tokens.
         step: Number of the training step.
         device: The one that is trained on.
     """
-    rank, num_ranks = place
-    with drawing(draws), nullcontext() if num_ranks == 1 else own_randomness(seed, rank, step, device):
+    with drawing(draws), own_randomness(seed, place, step, device):
         yield
 
 

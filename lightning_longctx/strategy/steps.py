@@ -18,16 +18,6 @@ from lightning_longctx.topology import Degrees
 from lightning_longctx.topology.mesh import ParallelMesh
 
 
-def check_degrees(degrees: Degrees) -> None:
-    """Refuse axes that cannot have more than one rank yet.
-
-    Raises:
-        ValueError: One of them has.
-    """
-    if degrees.tensor != 1:
-        raise ValueError(f"tensor={degrees.tensor} is not available yet: use tensor=1.")
-
-
 @contextmanager
 def whole_attention(contents: BatchContents, degrees: Degrees, step: str, module: nn.Module) -> Iterator[None]:
     """Inside, attention calls see whole sequences.
@@ -76,19 +66,19 @@ def recomputed_attention(contents: BatchContents, draws: StepDraws, module: nn.M
 
 
 def compare_batches(contents: BatchContents, mesh: ParallelMesh, device: torch.device) -> None:
-    """Let ranks that share sequences compare what they have read: a collective over all ranks, before each step.
+    """Let ranks that share samples compare what they have read: a collective over all ranks, before each step.
 
     The sizes of messages in attention follow from the documents of a batch; ranks with unlike ones would hang or abort.
 
     Raises:
         ValueError: They have read other samples; the same on every rank.
     """
-    if mesh.degrees.context * mesh.degrees.head == 1:
+    if mesh.degrees.context * mesh.degrees.head * mesh.degrees.tensor == 1:
         return
     checksum = sum(record.checksum for record in contents.records) % 2**62 if contents.records else -1
     mine = torch.tensor([checksum], device=device)
-    everyone = mine.new_empty(mesh.num_loss_ranks, 1)
-    dist.all_gather(list(everyone.unbind()), mine, group=mesh.loss_group)
+    everyone = mine.new_empty(mesh.device_mesh.size(), 1)
+    dist.all_gather(list(everyone.unbind()), mine)  # ranks count along the data axis last
     check_same_batches(everyone.view(mesh.degrees.shape[0], -1).tolist())
 
 
@@ -96,7 +86,7 @@ def check_same_batches(checksums: list[list[int]]) -> None:
     """Check that ranks which share sequences have cut the same ones.
 
     Args:
-        checksums: Of each data rank's context x head ranks, in order.
+        checksums: Of each data rank's context x head x tensor ranks, in order.
 
     Raises:
         ValueError: They have not; the same on every rank.
@@ -105,7 +95,7 @@ def check_same_batches(checksums: list[list[int]]) -> None:
         if len(set(sums)) > 1:
             odd = [place for place, checksum in enumerate(sums) if checksum != sums[0]]
             raise ValueError(
-                f"the ranks of data rank {data_rank} share sequences, but ranks {odd} of them read other samples than "
+                f"the ranks of data rank {data_rank} share samples, but ranks {odd} of them read other samples than "
                 "rank 0. Random choices in datasets and samplers must be the same on all of them: draw from a "
                 "torch.Generator seeded alike, and not from the default one, which a rank may have used alone."
             )

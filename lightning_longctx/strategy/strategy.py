@@ -4,43 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_longctx import _upstream
-from lightning_longctx.attention import open_ring
 from lightning_longctx.attention.backends import BackendName
-from lightning_longctx.batch import LayoutOption, ensure_sharded
+from lightning_longctx.batch import LayoutOption
 from lightning_longctx.models.hugging_face.rotary import exact_frequencies
 from lightning_longctx.plan.communication import Communication
-from lightning_longctx.strategy.checkpoint import flat_optimizer_state, load_sharded, save_sharded
-from lightning_longctx.strategy.contents import BatchContents, let_records_pass, read_batch
-from lightning_longctx.strategy.failure import end_processes, explain
-from lightning_longctx.strategy.gradients import UNWEIGHTED_MEAN, TokenWeights
-from lightning_longctx.strategy.launch import check_launch
-from lightning_longctx.strategy.loaders import DataRanks, gather_over, shard_loader
-from lightning_longctx.strategy.options import check_heads, check_options, declared_masks, sharding_of_options
-from lightning_longctx.strategy.places import sampler_place, sampler_seed, sharding_of_rank
-from lightning_longctx.strategy.randomness import share_rng, step_draws, step_randomness
-from lightning_longctx.strategy.sharding import ShardingName, copy_from_first_rank, distribute, materialise, reshard
+from lightning_longctx.strategy.checkpoint_strategy import CheckpointStrategy
+from lightning_longctx.strategy.contents import BatchContents, read_batch
+from lightning_longctx.strategy.gradients.frozen import keeping_frozen_gradients
+from lightning_longctx.strategy.gradients.metrics import release_metrics, share_metrics
+from lightning_longctx.strategy.gradients.nonfinite import GradientGuard, NonFiniteGradients
+from lightning_longctx.strategy.options import sharding_of_options
+from lightning_longctx.strategy.parameters.sharding import copy_from_first_rank, distribute, materialise, reshard
+from lightning_longctx.strategy.parameters.sharding_options import (
+    ShardingName,
+    ShardingOptions,
+    check_sharding,
+    resolve_sharding,
+)
+from lightning_longctx.strategy.parameters.tensor_parallel import (
+    check_overlap,
+    overlap,
+    tensor_parallelise,
+    tensor_plan,
+)
+from lightning_longctx.strategy.randomness import step_draws, step_randomness
 from lightning_longctx.strategy.steps import compare_batches, recomputed_attention, whole_attention
-from lightning_longctx.strategy.validate import check_module, check_optimizers, is_parallelised
+from lightning_longctx.strategy.validate import check_module, check_optimizers, is_parallelised, remember
 from lightning_longctx.topology import Degrees
-from lightning_longctx.topology.mesh import ParallelMesh, build_mesh
 
 
-class LongContextStrategy(ModelParallelStrategy):
+class LongContextStrategy(CheckpointStrategy):
     """Trains any LightningModule on sequences that are spread over processes, with the numbers of a single one.
 
     Batches are cut in the loader, attention (``F.scaled_dot_product_attention(..., is_causal=True)`` or
@@ -59,11 +62,20 @@ class LongContextStrategy(ModelParallelStrategy):
         communication: How keys and values travel between processes: schedule, dtype, what is kept, speeds of links.
         backend: What computes attention, see ``lightning-longctx explain``; ``auto`` chooses by device, dtype and mask.
         sharding: ``replicate`` keeps all parameters on every process. ``fsdp`` spreads them over data x context x head.
+            ``hsdp`` spreads them over some neighbours of these, such as one node, and replicates that.
+        sharding_options: What goes with ``fsdp`` and ``hsdp``.
+        nonfinite_gradients: What happens where a loss or a gradient is not finite, on whatever process: all ``raise``
+            the same error before the optimizer steps, or all ``skip`` the step. A skipped step leaves weights and
+            moments as they are, counts as a step for schedules, and in ``skipped_steps`` of the log.
+        async_tensor_parallel: Let tensor ranks communicate while they multiply: PyTorch does so within compiled layers
+            on CUDA ("async tensor parallelism").
         sequence_dims: The dim along which a batch entry is cut, by entry, where its shape leaves that open; ``null``
             gives the entry whole to every process.
         pad_values: What a batch entry is padded with, by entry, if not with 0.
         save_distributed_checkpoint: Every process writes its part into a directory, which any other degrees can read.
             False gathers all into one file.
+        async_checkpoint: Train on while a checkpoint is written. What is saved is first copied to CPU memory, so that
+            needs room once more. The next save and the end of the run wait for it.
         process_group_backend: Such as ``gloo`` or ``nccl``; ``null`` chooses by device.
         timeout: How long a process waits for another one.
 
@@ -78,115 +90,99 @@ class LongContextStrategy(ModelParallelStrategy):
         communication: Communication = Communication(),  # noqa: B008  frozen
         backend: BackendName = "auto",
         sharding: ShardingName = "replicate",
+        sharding_options: ShardingOptions = ShardingOptions(),  # noqa: B008  frozen
+        nonfinite_gradients: NonFiniteGradients = "raise",
+        async_tensor_parallel: bool = False,
         sequence_dims: dict[str, int | None] | None = None,
         pad_values: dict[str, int] | None = None,
         save_distributed_checkpoint: bool = True,
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),  # noqa: B008  immutable
     ) -> None:
+        check_sharding(sharding, sharding_options)
         super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            degrees,
+            sharding_of_options(layout, backend, communication, sequence_dims, pad_values),
+            communication,
+            save_distributed_checkpoint,
+            async_checkpoint,
+            process_group_backend,
+            timeout,
         )
-        check_options(degrees, sharding)
-        self.batch_sharding = sharding_of_options(layout, backend, communication, sequence_dims, pad_values)
-        self.degrees = self._wanted_degrees = degrees
-        self._communication = communication
+        check_overlap(async_tensor_parallel, degrees.tensor)
+        self._async_tensor_parallel = async_tensor_parallel
         self._parameter_sharding: ShardingName = sharding
-        self._process_timeout = timeout
-        self._mesh: ParallelMesh | None = None
-        self._seed = self._sampler_seed = 0
+        self._sharding_options = sharding_options
+        self._gradient_guard = GradientGuard(nonfinite_gradients)
+        self._shared_metrics: list[Metric] = []
         self._contents = BatchContents()
-        self._warned_of_mean = False
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True is not supported: use a norm over features, such as RMSNorm.")
-        check_launch(self.cluster_environment, self.num_processes, self.num_nodes)
-        self.degrees = self._wanted_degrees.resolve(self.num_processes * self.num_nodes)
         super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        """Connect the processes; the mesh and the ring are made once and then kept."""
-        check_heads(self._module, self.degrees)
-        self._setup_distributed()
-        self._seed, self._sampler_seed = share_rng(self.broadcast), self.broadcast(sampler_seed())
-        if self._mesh is None or self._mesh.degrees != self.degrees:
-            self._mesh = build_mesh(self.degrees, self.root_device.type)
-            self._device_mesh = self._mesh.device_mesh
-            self._weights = TokenWeights(self._mesh, self.root_device)
-            ring = open_ring(self.degrees, self.global_rank, self._process_timeout, self._communication)
-            self.batch_sharding = sharding_of_rank(self.batch_sharding, self.degrees, self.global_rank, ring)
-        self.batch_sharding = replace(self.batch_sharding, masks=declared_masks(self._module))
-        let_records_pass(self.precision_plugin)
-        self._module._device_mesh = self._device_mesh
-        _upstream.never_in_inference_mode(self._trainer)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Say on which rank it was, and end the processes that this one has launched."""
-        explain(exception, self.global_rank, self.world_size)
-        if isinstance(self.launcher, _upstream.SubprocessScriptLauncher):
-            end_processes(self.launcher.procs)
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """The run's process groups; there once the Trainer has connected the processes."""
-        if self._mesh is None:
-            raise RuntimeError("the mesh does not exist yet: the Trainer makes it when fit, validate, ... begins.")
-        return self._mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return sampler_place(self.degrees, self.global_rank, self._sampler_seed)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let a loader cut its batches, and end on all ranks together."""
-        place = self.distributed_sampler_kwargs
-        gather = gather_over(self.mesh.data_group, self.root_device)
-        ranks = DataRanks(place["rank"], place["num_replicas"], gather, self._seed)
-        return shard_loader(dataloader, self.batch_sharding, ranks, training=self._trainer.training)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Cut what comes from no DataLoader, then move it."""
-        return super().batch_to_device(ensure_sharded(batch, self.batch_sharding), device, dataloader_idx)
+        options, device = self._sharding_options, self.root_device.type
+        self._distribution = resolve_sharding(
+            self._parameter_sharding, options, self.degrees, self.num_processes, device
+        )
+        self._shard_ranks = self._distribution.shard_ranks if self._parameter_sharding == "hsdp" else None
 
     def setup(self, trainer: Trainer) -> None:
-        """Distribute parameters, then make the optimizers."""
+        """Distribute parameters, make the optimizers, and restore both."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if not is_parallelised(self._module, self.mesh.loss):
-            self._distribute_parameters()
+        self._before_setup(trainer)
+        if not is_parallelised(self._module, self._distribution):
+            self.distribute_parameters(self._module)
+        if self.degrees.tensor > 1:
+            self._shared_metrics = share_metrics(self._module, self.mesh.loss_group)
         reshard(self._module)
         _upstream.discard_unsynced_gradients(self._module)
         self._weights.reset()
+        self._gradient_guard.forget()
+        self._gradient_guard.num_tensor_ranks = self.degrees.tensor
+        self._gradient_guard.take_clipping(self.precision_plugin)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not self._sharding_options.cpu_offload:
             _upstream.optimizers_to_device(self.optimizers, self.root_device)
+        self._after_setup()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make optimizers, which must hold the distributed parameters."""
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self._module)
 
-    def _distribute_parameters(self) -> None:
-        check_module(self._module, self.degrees)
-        materialise(self._module, self.root_device)
-        self.model = exact_frequencies(self.precision_plugin.convert_module)(self._module)
-        self.model_to_device()
-        copy_from_first_rank(self._module)
-        distribute(self._module, self.mesh.loss, self._parameter_sharding)
+    def distribute_parameters(self, module: nn.Module) -> None:
+        """Cut a module over tensor ranks, then shard or replicate it over the others, in place. A collective.
+
+        The Trainer's module is distributed in ``setup``; call it for another one that is to be like it.
+        """
+        check_module(module, self.degrees)
+        plan = tensor_plan(module, self.degrees.tensor)
+        if self._async_tensor_parallel:
+            overlap(module, self.root_device)
+        materialise(module, self.root_device)
+        exact_frequencies(self.precision_plugin.convert_module)(module).to(self.root_device)
+        copy_from_first_rank(module)
+        tensor_parallelise(module, self.mesh.device_mesh["tensor"], plan)
+        distribute(module, self.mesh.parameters, self._parameter_sharding, self._sharding_options)
+        _upstream.reduce_unused_parameters(module, self._gradient_guard.unused)
+        remember(module, self._distribution)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with attention over the whole sequence."""
         self._contents = read_batch(args)
         self._weights.begin(self._contents)
         with self.precision_plugin.train_step_context(), self._randomness():
-            return self._run("training_step", self._contents, args, kwargs)
+            output = self._run("training_step", self._contents, args, kwargs)
+        if output is None and self._module.automatic_optimization and self._trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                "training_step returned None within an accumulation window, of which the gradients would be lost. "
+                "Return the loss times 0, or set accumulate_grad_batches=1."
+            )
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
@@ -198,6 +194,7 @@ class LongContextStrategy(ModelParallelStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
 
     def _evaluate(self, step: str, precision: AbstractContextManager, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._stop_requests.before_evaluation_batch(self._trainer)
         with precision:
             output = self._run(step, read_batch(args), args, kwargs)
         reshard(self._module)
@@ -210,9 +207,9 @@ class LongContextStrategy(ModelParallelStrategy):
             return self._forward_redirection(self._module, self._module, step, *args, **kwargs)
 
     def _randomness(self) -> AbstractContextManager:
-        step, place = self._trainer.fit_loop.epoch_loop.total_batch_idx, (self.mesh.loss_rank, self.mesh.num_loss_ranks)
+        step = self._trainer.fit_loop.epoch_loop.total_batch_idx
         self._draws = step_draws(self._seed, step, self.degrees, self.global_rank)
-        return step_randomness(self._draws, self._seed, place, step, self.root_device)
+        return step_randomness(self._draws, self._seed, self.mesh.loss_rank, step, self.root_device)
 
     def record_loss_count(self, count: Tensor | int) -> None:
         """Declare over how many of this rank's tokens the loss of the current training step is a mean.
@@ -221,20 +218,17 @@ class LongContextStrategy(ModelParallelStrategy):
         """
         self._weights.record(count)
 
-    def sum_over_tokens(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that hold different tokens; a new tensor, the same on all of them."""
-        total = tensor.detach().clone()
-        dist.all_reduce(total, group=self.mesh.loss_group)
-        return total
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiate the loss with the weight of its tokens (see ``strategy.gradients``)."""
+        """Differentiate the loss with the weight of its tokens (see ``strategy.gradients.token_weights``)."""
         if not self._module.automatic_optimization:
             loss = self._weights.scaled_alone(closure_loss, self._module)
-            return super().backward(loss, optimizer, *args, **kwargs)
+            self._gradient_guard.watch(loss, first=False)
+            with keeping_frozen_gradients(self._module):
+                return super().backward(loss, optimizer, *args, **kwargs)
         first = _upstream.is_first_of_window(self._trainer)
         num_micro_batches = self._trainer.accumulate_grad_batches
         loss = self._weights.scaled(closure_loss, self._module, first=first, num_micro_batches=num_micro_batches)
+        self._gradient_guard.watch(loss, first=first)
         with recomputed_attention(self._contents, self._draws, self._module):
             return super().backward(loss, optimizer, *args, **kwargs)
 
@@ -250,9 +244,25 @@ class LongContextStrategy(ModelParallelStrategy):
         def complete() -> Any:
             result = closure()
             self._weights.finish_window(self._module)
+            self._gradient_guard.check(optimizer, self._module, self._trainer.global_step)
             return result
 
-        return super().optimizer_step(optimizer, complete, model, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, complete, model, **kwargs)
+        finally:
+            self._gradient_guard.release()
+
+    def gradient_norm(self, optimizer: Optimizer) -> float:
+        """2-norm of all gradients of an optimizer over all ranks, as they are now; every rank must ask.
+
+        In ``on_before_optimizer_step`` it is known already, and costs nothing.
+        """
+        return self._gradient_guard.norm(optimizer)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """How many optimizer steps ``nonfinite_gradients=skip`` has left out."""
+        return self._gradient_guard.num_skipped
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -260,41 +270,7 @@ class LongContextStrategy(ModelParallelStrategy):
         with _upstream.no_gradient_sync(self._module, enabled=True):
             yield
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all processes; a mean does not weigh them by tokens, and says so once."""
-        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg"):
-            if self.mesh.num_loss_ranks > 1 and not self._warned_of_mean:
-                self._warned_of_mean = True
-                rank_zero_warn(UNWEIGHTED_MEAN)
-            # Lightning averages its batch sizes too; integers would be rounded down.
-            tensor = tensor if tensor.is_floating_point() else tensor.double()
-        return super().reduce(tensor, group, reduce_op)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State for a checkpoint."""
-        if not self._save_distributed_checkpoint:
-            return super().optimizer_state(optimizer)
-        return flat_optimizer_state(self._module, getattr(optimizer, "optimizer", optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a directory that every rank contributes to, or one file."""
-        if not self._save_distributed_checkpoint or storage_options is not None:
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
-        save_sharded(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero, self.barrier)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what any degrees have written, or one file of any strategy."""
-        path = Path(self.broadcast(checkpoint_path))
-        if not _upstream.is_sharded_checkpoint(path):
-            return super().load_checkpoint(path, weights_only)
-        optimizers = self.optimizers if self._trainer.state.fn == TrainerFn.FITTING else []
-        strict = self._module.strict_loading
-        return load_sharded(path, self._module, optimizers, strict=strict, weights_only=weights_only)
-
-    @property
-    def _module(self) -> LightningModule:
-        return cast("LightningModule", self.lightning_module)
-
-    @property
-    def _trainer(self) -> Trainer:
-        return self._module.trainer
+    def teardown(self) -> None:
+        """Leave metrics as they were; then see ``CheckpointStrategy``."""
+        release_metrics(self._shared_metrics)
+        super().teardown()

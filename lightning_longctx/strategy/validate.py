@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_longctx.models.hugging_face.whole import check_models
+from lightning_longctx.strategy.parameters.sharding_options import Distribution
 from lightning_longctx.topology import Degrees
+
+_DISTRIBUTION = "_longctx_distribution"
 
 
 def check_module(module: nn.Module, degrees: Degrees) -> None:
@@ -46,16 +48,20 @@ def check_module(module: nn.Module, degrees: Degrees) -> None:
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"parameter {name} is a DTensor already: the module was parallelised in configure_model, or by a "
-                "strategy with other degrees. Build the module anew and leave parallelisation to the strategy."
+                "strategy with other degrees or another sharding. Build the module anew and leave parallelisation to "
+                "the strategy."
             )
 
 
-def is_parallelised(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether a strategy with this very mesh has distributed the module before (fit, then validate, then fit)."""
-    parameters = list(module.parameters())
-    distributed = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    same = all(parameter.device_mesh == mesh for parameter in distributed)
-    return isinstance(module, FSDPModule) and len(distributed) == len(parameters) and same
+def remember(module: nn.Module, distribution: Distribution) -> None:
+    """Note on a module how its parameters have been distributed."""
+    vars(module)[_DISTRIBUTION] = distribution
+
+
+def is_parallelised(module: nn.Module, distribution: Distribution) -> bool:
+    """Whether a strategy has distributed the module in this very way before (fit, then validate, then fit)."""
+    distributed = all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return isinstance(module, FSDPModule) and distributed and vars(module).get(_DISTRIBUTION) == distribution
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
@@ -65,10 +71,17 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None
     makes one) would train the old ones: no error, and weights that never change.
 
     Raises:
-        ValueError: An optimizer holds another parameter.
+        ValueError: An optimizer holds another parameter, or has a group without any.
     """
     current = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if 0 in sizes:
+            raise ValueError(
+                f"{type(optimizer).__name__} has no parameters in group {sizes.index(0)} of {len(sizes)}: checkpoints "
+                "keep what a group is by its parameters, and could not be resumed. In configure_optimizers leave out "
+                'groups whose "params" are empty.'
+            )
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if stale := [parameter for parameter in held if id(parameter) not in current]:
             raise ValueError(

@@ -25,7 +25,9 @@ class Degrees:
         head: Ranks that share attention heads (Ulysses): around attention they trade tokens for heads, all with all.
             Together with ``context`` they share one sequence. Must divide the query heads, and divide the key/value
             heads or be a multiple of them.
-        tensor: Ranks that share every weight matrix. Not available yet: must be 1.
+        tensor: Ranks that share every weight matrix (Megatron), with the same tokens of the same samples. Must divide
+            query heads and key/value heads, and the module must have a plan (``tensor_parallel_plan``): ``CausalLM``
+            and most Hugging Face models do. Neighbours, for they exchange most: keep them on one node.
         placement: Which ranks are neighbours, and so on one node: ``head_first`` those of a head group, with the ring
             going across; ``context_first`` those of a ring. The same if ``head`` or ``context`` is 1.
 
@@ -95,9 +97,11 @@ class Degrees:
                 )
             return replace(self, data=world_size // group)
         if self.data * group != world_size:
+            fits = world_size % group == 0
             raise ValueError(
                 f"data={self.data} x {named} = {self.data * group}, but this run has {world_size} processes "
-                f"(trainer.devices x trainer.num_nodes). Use data=auto, or start {self.data * group} processes."
+                f"(trainer.devices x trainer.num_nodes). {'Use data=auto' if fits else 'Lower the other degrees'}, or "
+                f"start {self.data * group} processes."
             )
         return self
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_longctx._upstream import flatten_mesh
+from lightning_longctx._upstream import flatten_mesh, unflatten_mesh
 from lightning_longctx.topology.degrees import Degrees
 from lightning_longctx.topology.neighbours import LOSS
 
@@ -19,13 +19,16 @@ class ParallelMesh:
     Args:
         degrees: Resolved degrees.
         device_mesh: All ranks, five axes named and ordered as ``degrees.axes``.
-        loss: The ranks among which tokens are split, flattened (data x context x head): parameters are replicated or
-            sharded over it, and gradients, losses and token counts are summed over it.
+        loss: The ranks among which tokens are split, flattened (data x context x head): gradients, losses and token
+            counts are summed over it.
+        parameters: The same ranks as parameters are distributed over them: ``loss`` itself, or in two axes, replicate x
+            shard, of which neighbours shard.
     """
 
     degrees: Degrees
     device_mesh: DeviceMesh
     loss: DeviceMesh
+    parameters: DeviceMesh
 
     @property
     def num_loss_ranks(self) -> int:
@@ -48,14 +51,19 @@ class ParallelMesh:
         return self.device_mesh.get_group("data")
 
 
-def build_mesh(degrees: Degrees, device_type: str) -> ParallelMesh:
+def build_mesh(degrees: Degrees, device_type: str, shard_ranks: int | None = None) -> ParallelMesh:
     """Make the process groups; a collective over the world. Call it once per run: every call makes new groups.
 
     Args:
         degrees: Resolved degrees, which multiply to the world size.
         device_type: Such as ``"cpu"`` or ``"cuda"``.
+        shard_ranks: How many neighbouring ranks of ``loss`` share one replica of the parameters; must divide their
+            number. None if parameters have one axis.
     """
     # Axes in the order of ranks: a process group sorts its ranks, and places in a mesh must be places in its group.
     device_mesh = init_device_mesh(device_type, degrees.shape, mesh_dim_names=degrees.axes)
-    loss = tuple(axis for axis in degrees.axes if axis in LOSS)
-    return ParallelMesh(degrees, device_mesh, flatten_mesh(device_mesh, loss, "loss"))
+    loss = flatten_mesh(device_mesh, tuple(axis for axis in degrees.axes if axis in LOSS), "loss")
+    if shard_ranks is None:
+        return ParallelMesh(degrees, device_mesh, loss, loss)
+    parameters = unflatten_mesh(loss, (loss.size() // shard_ranks, shard_ranks), ("replicate", "shard"))
+    return ParallelMesh(degrees, device_mesh, loss, parameters)

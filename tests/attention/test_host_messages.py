@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 
 from lightning_longctx.attention import peer_memory
 from lightning_longctx.attention.host_messages import HostMessages, Link
+from lightning_longctx.attention.peer_errors import PeerError
 
 pytestmark = pytest.mark.skipif(not peer_memory.is_possible(), reason="needs process_vm_readv, which Linux has")
 
@@ -100,14 +102,31 @@ def test_a_rank_that_has_ended_is_an_error_only_where_it_is_missed():
     got = torch.zeros(2)
     second.receive(0, 0, [got]).wait()  # it was there before
     assert torch.equal(got, kept)
-    with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
+    with pytest.raises(
+        RuntimeError, match="connection closed by peer: rank 0 has lost rank 0 on the inner ring of the context axis"
+    ):
         second.receive(0, 0, [got]).wait()
-    with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
+    with pytest.raises(
+        RuntimeError, match="connection closed by peer: rank 0 has lost rank 0 on the inner ring of the context axis"
+    ):
         third.send(0, 0, [kept]).wait()
     leaving, arriving = second.send(2, 0, [kept]), third.receive(1, 0, [got.zero_()])
     arriving.wait()
     leaving.wait()
     assert torch.equal(got, kept)
+
+
+def test_a_rank_that_was_killed_after_its_offer_is_lost():
+    """Its notice is still in the socket, its memory is not."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender = HostMessages({1: Link(here, os.getpid())}, timedelta(seconds=5))
+    receiver = HostMessages({0: Link(there, gone.pid)}, timedelta(seconds=5))
+    sender.send(1, 0, [torch.ones(2)])
+    with pytest.raises(PeerError, match="has lost rank 0 on the inner ring of the context axis") as lost:
+        receiver.receive(0, 0, [torch.zeros(2)]).wait()
+    assert lost.value.cause == "lost" and lost.value.peer == 0
 
 
 def test_what_one_call_does_not_copy_the_next_does(monkeypatch):
@@ -182,7 +201,10 @@ def test_a_forked_child_does_not_hide_the_end_of_its_parent():
         os._exit(0)
     try:
         first.close()
-        with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
+        with pytest.raises(
+            RuntimeError,
+            match="connection closed by peer: rank 0 has lost rank 0 on the inner ring of the context axis",
+        ):
             second.receive(0, 0, [torch.zeros(1)]).wait()
     finally:
         os.kill(child, signal.SIGKILL)

@@ -91,7 +91,7 @@ def attend_without_rank_1(degrees):
 def test_a_killed_rank_ends_the_wait_of_the_others(gloo, degrees):
     with pytest.raises(RankError, match="rank 1 of 2 failed: its process was ended by SIGKILL") as caught:
         gloo(2).run(attend_without_rank_1, dict(data=1) | degrees)
-    assert "connection closed by peer: rank 1" in caught.value.failures[0]
+    assert "connection closed by peer: rank 0 has lost rank 1" in caught.value.failures[0]
 
 
 def found_peers_with_folder(folder):

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from lightning_longctx.callbacks.gradient_norm import gradient_norm
 from lightning_longctx.callbacks.memory import max_and_min, peaks
 from lightning_longctx.callbacks.throughput import Stopwatch, ThroughputCallback, cut_batches, num_tokens
 from lightning_longctx.sequence.record import SequenceRecord
+from lightning_longctx.strategy.gradients.norms import gradient_norm
 
 
 def cut(num_rows: int, length: int, num_valid_tokens: int) -> dict:

@@ -1,4 +1,4 @@
-"""A module and data that fail on the second of two ranks; programs of the tests name them as a user's own."""
+"""A module and data that fail on one of two ranks; programs of the tests name them as a user's own."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ FAILING_RANK, FAILING_STEP = 1, 2  # steps count from 1
 
 
 class Fails(CausalLM):
-    """Fails at the second step of the second rank: ``where`` the other one waits for its keys, or for its gradients.
+    """Fails at the second step of one rank: ``where`` the other one waits for its keys, or for its gradients.
 
     Args:
-        where: Between the ``layers``, or in ``backward``; ``killed`` ends without a word.
+        where: Between the ``layers``, or in ``backward``; ``killed`` ends without a word; ``terminated`` gets SIGTERM;
+            ``made`` fails as soon as it exists, before the ranks have met.
+        rank: Which one.
     """
 
-    def __init__(self, where: str = "") -> None:
+    def __init__(self, where: str = "", rank: int = FAILING_RANK) -> None:
         super().__init__(TINY, optimizer=SGD)
-        self.where = where
+        self.where, self.rank = where, rank
+        if where == "made" and os.environ.get("LOCAL_RANK") == str(rank):
+            self.fail()
 
     def now(self, where: str) -> bool:
         reached = self.trainer.global_step + 1 == FAILING_STEP and self.trainer.training
-        return self.where == where and self.global_rank == FAILING_RANK and reached
+        return self.where == where and self.global_rank == self.rank and reached
 
     def fail(self, *_: Any) -> None:
         raise ValueError(MESSAGE)
@@ -43,6 +47,8 @@ class Fails(CausalLM):
     def training_step(self, batch: dict[str, Any]) -> Tensor:
         if self.now("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.now("terminated"):
+            os.kill(os.getpid(), signal.SIGTERM)
         loss = super().training_step(batch)
         if self.now("backward"):
             self.hook = self.decoder.blocks[0].register_full_backward_pre_hook(self.fail)

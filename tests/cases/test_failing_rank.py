@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_longctx.strategy.failure.watch import STOPPED
 from tests.cases.fails import MESSAGE
 from tests.launches import launch_environment
 
@@ -72,7 +74,26 @@ def test_an_error_in_a_collate_worker_of_the_second_rank_ends_all(tmp_path: Path
     assert "(on rank 1 of 2)" in output, output
 
 
-def test_a_second_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
-    """B54: a rank without last words, as the kernel takes it when memory is short."""
-    code, output = run(tmp_path, "--model.where", "killed")
+def test_a_rank_that_fails_before_the_others_know_it_ends_all(tmp_path: Path) -> None:
+    """B54: the first rank waits for it to come, and nothing but the process tells that it will not."""
+    code, output = run(tmp_path, "--model.where", "made")
+    assert code != 0
+    assert MESSAGE in output, output
+    assert re.search(r"rank 1 \(process \d+\) failed with exit code \d: the run cannot go on", output), output
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])  # test_killed_ranks kills others
+def test_a_rank_that_is_killed_ends_all(tmp_path: Path, rank: int) -> None:
+    """B54: a rank without last words, as the kernel takes it when memory is short; the first one has launched all."""
+    code, output = run(tmp_path, "--model.where", "killed", "--model.rank", str(rank))
     assert code != 0 and "Error: " in output, output
+    assert f"rank {rank} has ended without a word" in output, output
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+def test_a_rank_that_is_told_to_stop_stops_all(tmp_path: Path, rank: int) -> None:
+    """A scheduler's SIGTERM to one process alone, with the exit code that a shell has for it."""
+    code, output = run(tmp_path, "--model.where", "terminated", "--model.rank", str(rank))
+    assert code == STOPPED, output
+    assert f"rank {rank} received SIGTERM: all ranks stop before training batch 2." in output, output
+    assert "Traceback" not in output, output

@@ -82,6 +82,8 @@ RUNS = [
     Start("early", seed_by_rank=True),
     Start("meta"),
     Start("meta", "fsdp", seed_by_rank=True),
+    Start("late", "hsdp"),
+    Start("meta", "hsdp", seed_by_rank=True),
 ]
 
 
@@ -113,6 +115,7 @@ def test_the_seed_decides(alone: list[dict[str, Tensor]]) -> None:
         (2, Degrees(data=2)),
         (4, Degrees(data=2, context=2)),
         (4, Degrees(context=4, inner_ring=2)),
+        (4, Degrees(context=2, tensor=2)),
     ],
 )
 def test_ranks_and_worlds_start_alike(gloo: Any, alone: Any, num_ranks: int, degrees: Degrees) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric
 
 from lightning_longctx import CausalLM, Degrees, LongContextMixin
+from lightning_longctx.strategy.gradients.norms import whole
 from tests.cases.tiny import (
     LEARNING_RATE,
     SGD,
@@ -50,7 +51,7 @@ class WithMaxima(CausalLM):
     def max_loss(self, batch: dict[str, Any]) -> Tensor:
         """Minus infinity if this rank has no token that counts."""
         labels = batch["shift_labels"].flatten()
-        losses = F.cross_entropy(self(batch).flatten(0, 1), labels, ignore_index=-100, reduction="none")
+        losses = F.cross_entropy(whole(self(batch)).flatten(0, 1), labels, ignore_index=-100, reduction="none")
         return torch.cat([losses[labels != -100], torch.tensor([-math.inf])]).max()
 
 
@@ -108,6 +109,7 @@ def by_hand() -> tuple[dict[str, float], list[dict[str, float]], dict[str, float
         (4, Degrees(context=4)),
         (4, Degrees(context=4, inner_ring=2)),
         (4, Degrees(context=2)),
+        (4, Degrees(context=2, tensor=2)),
     ],
 )
 def test_logged_values_are_those_of_all_tokens(gloo: Any, num_ranks: int, degrees: Degrees) -> None:

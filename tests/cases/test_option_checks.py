@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
-from lightning_longctx import Degrees, LongContextStrategy
+from lightning_longctx import CausalLM, Degrees, LongContextStrategy
 from lightning_longctx.models import DecoderConfig
-from tests.cases.tiny import QUIET
+from tests.cases.tiny import QUIET, TINY, make_trainer, samples
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ WRONG = [
     (dict(context=2, head=4), ["context=2", "head=4", "= 8", "4 processes"]),
     (dict(head=0), ["head=0", "positive integer"]),
     (dict(head=2, placement="ring_first"), ["placement='ring_first'", "head_first", "context_first"]),
-    (dict(context=2, tensor=2), ["tensor=2", "tensor=1"]),
+    (dict(context=2, tensor=4), ["context=2", "tensor=4", "= 8", "4 processes"]),
 ]
 RIGHT = [
     dict(),
@@ -101,6 +102,8 @@ RIGHT = [
     dict(head=4),
     dict(context=2, head=2),
     dict(context=2, head=2, placement="context_first"),
+    dict(tensor=4),
+    dict(context=2, tensor=2),
 ]
 
 
@@ -132,6 +135,18 @@ def test_wrong_degrees_are_refused_by_every_rank_by_itself(gloo: Any, only_rank:
             assert math.prod(shape) == 4
         if only_rank is None:
             assert found == by_rank[0]
+
+
+def run_with(degrees: Degrees) -> str:
+    with pytest.raises(ValueError) as refused:
+        make_trainer(degrees).fit(CausalLM(TINY), DataLoader(samples(1)))  # type: ignore[arg-type]
+    return str(refused.value)
+
+
+def test_a_run_checks_the_heads_of_its_model(gloo: Any) -> None:
+    """B46: 4 query heads and 2 key/value heads cannot be shared by four tensor ranks; every rank says so."""
+    for message in gloo(4).run(run_with, Degrees(tensor=4)):
+        assert message.startswith("tensor=4 does not fit 4 query heads and 2 key/value heads")
 
 
 def test_heads_of_the_model_are_checked_when_it_is_described() -> None:

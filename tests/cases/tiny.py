@@ -12,9 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_longctx import CausalLM, Degrees, LongContextStrategy
-from lightning_longctx.callbacks.gradient_norm import whole
 from lightning_longctx.models import Decoder, DecoderConfig
 from lightning_longctx.sequence import layout_ranges
+from lightning_longctx.strategy.gradients.norms import whole
+from lightning_longctx.topology import axis_rank
 
 TINY = DecoderConfig(vocab_size=32, width=16, num_layers=2, num_heads=4, num_kv_heads=2)
 LENGTH, LEARNING_RATE = 16, 0.1
@@ -51,7 +52,7 @@ def make_trainer(degrees: Degrees, layout: str = "zigzag", sharding: str = "repl
 def data_rank(degrees: Degrees) -> tuple[int, int]:
     """This process's data rank, and how many there are."""
     resolved = degrees.resolve(dist.get_world_size())
-    return dist.get_rank() // resolved.context, resolved.data  # type: ignore[return-value]
+    return axis_rank(resolved, dist.get_rank(), "data"), resolved.data  # type: ignore[return-value]
 
 
 def samples(count: int, length: int = LENGTH, seed: int = 0) -> list[dict[str, Tensor]]:

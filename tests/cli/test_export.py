@@ -131,7 +131,7 @@ def last_line(capsys: Any, *arguments: object) -> str:
 def test_a_broken_file_is_named_with_the_reason(tmp_path: Path, capsys: Any, content: bytes, reason: str) -> None:
     path = tmp_path / "junk.ckpt"
     path.write_bytes(content)
-    message = rf"{path} cannot be read \({reason}\)\. Give what Lightning saved of a CausalLM, whole"
+    message = rf"{path} cannot be read \({reason}\)\. Give a checkpoint that Lightning saved, whole"
     assert re.match(message, last_line(capsys, path, tmp_path / "model"))
     with pytest.raises(ValueError, match=message):
         export(str(path), str(tmp_path / "model"))

@@ -87,6 +87,13 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         HuggingFaceModule(CONFIG, save_to=str(tmp_path)).configure_model()
 
 
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is the working directory, or around it, and would be replaced"):
+        HuggingFaceModule(CONFIG, save_to=".").configure_model()
+
+
 @pytest.mark.parametrize("beside", ["tokenizer.json", "notes", "model.safetensors.bak", ".git"])
 def test_what_lies_beside_a_model_is_not_removed(folder: Path, tmp_path: Path, beside: str) -> None:
     target = tmp_path / "out"
@@ -141,7 +148,6 @@ def test_a_model_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     before = logits(target)
 
     def half(folder: Path, state_dict: object) -> None:
-        folder.mkdir()
         (folder / "config.json").touch()
         raise OSError("disk full")
 

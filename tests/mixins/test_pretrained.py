@@ -11,14 +11,14 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_longctx.callbacks.gradient_norm import whole
 from lightning_longctx.data import PretrainedTokenizer, TextDataModule
 from lightning_longctx.mixins import CausalLM, causal_lm
 from lightning_longctx.mixins.causal_lm import check_vocabulary
 from lightning_longctx.models import DecoderConfig, save_pretrained
 from lightning_longctx.models.pretrained.sources import pretrained_weights
 from lightning_longctx.strategy import LongContextStrategy
-from lightning_longctx.strategy.sharding import materialise
+from lightning_longctx.strategy.gradients.norms import whole
+from lightning_longctx.strategy.parameters.sharding import materialise
 from lightning_longctx.testing import FLOAT32, assert_all_close_relative
 from lightning_longctx.topology import Degrees
 from tests.mixins.modules import SGD, TINY, Recorder, make_trainer

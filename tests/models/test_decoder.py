@@ -156,7 +156,7 @@ def test_attention_is_given_record_window_and_sinks(monkeypatch: pytest.MonkeyPa
     model(torch.zeros(2, 7, dtype=torch.int64), POSITIONS, record)
     assert [shapes for shapes, _ in seen] == [((2, 4, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4))] * 3
     for (_, options), window, block in zip(seen, (5, None, 5), model.blocks, strict=True):
-        assert options.keys() == {"sequence", "window", "sinks", "softcap", "dropout_p"}
+        assert options.keys() == {"sequence", "window", "sinks", "softcap", "dropout_p", "num_heads"}
         assert (options["sequence"], options["window"]) == (record, window)
         assert (options["softcap"], options["dropout_p"]) == (None, 0.0)
         assert options["sinks"] is block.attention.sinks and (options["sinks"] is not None) == sinks

@@ -250,6 +250,12 @@ def test_a_failed_write_is_no_folder_and_the_next_one_succeeds(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(ValueError, match="model exists already"):
         save_pretrained(config, weights(config), folder)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ValueError, match="is the working directory, and would be replaced: choose another folder"):
+        save_pretrained(config, weights(config), ".")
+    save_pretrained(config, weights(config), "below")
+    assert (tmp_path / "empty" / "below" / "config.json").is_file()
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_longctx import Degrees, HuggingFaceModule, LongContextStrategy
 from lightning_longctx.batch.labels import shift_labels
 from lightning_longctx.batch.positions import document_starts
-from lightning_longctx.callbacks.gradient_norm import whole
 from lightning_longctx.models.hugging_face.files import build_model, checkpoint_layers, read_config
+from lightning_longctx.strategy.gradients.norms import whole
 from lightning_longctx.topology import axis_rank
 from tests.parity.runs import Recorder, Result, packed_positions
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_longctx import CausalLM, Degrees, LongContextStrategy
-from lightning_longctx.callbacks.gradient_norm import gradient_norm, whole
+from lightning_longctx import CausalLM, Degrees, LongContextStrategy, ShardingOptions
 from lightning_longctx.models import Decoder, DecoderConfig
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.sequence.documents import document_positions
+from lightning_longctx.strategy.gradients.norms import gradient_norm, whole
 
 DECODER = DecoderConfig(vocab_size=64, width=32, num_layers=2, num_heads=4, num_kv_heads=2)
 STEPS, LENGTH = 20, 512
@@ -30,6 +30,7 @@ class Run:
 
     ``documents`` packs every sample: ``alike`` in the same way, ``unlike`` each in its own. ``dropout`` is attention's,
     a third of it the states'; ``recompute`` checkpoints every block of the decoder, which must not change a bit either.
+    ``quickstart`` has the shape of that recipe's model.
     """
 
     degrees: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -49,6 +50,12 @@ class Run:
     dropout: float = 0.0
     softcap: float | None = None
     recompute: bool = field(default=False, hash=False)
+    vocab: int = DECODER.vocab_size
+    tied: bool = False
+    qk_norm: bool = False
+    precision: str = "32-true"
+    quickstart: bool = False
+    shard_ranks: int | Literal["auto"] = "auto"
 
 
 @dataclass
@@ -121,7 +128,7 @@ def samples(run: Run) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     made = []
     for index in range(run.steps * run.accumulate * run.global_batch):
-        tokens = torch.randint(DECODER.vocab_size, (run.length,), generator=generator)
+        tokens = torch.randint(run.vocab, (run.length,), generator=generator)
         labels = tokens.clone()
         labels[torch.rand(run.length, generator=generator) > torch.linspace(0.9, 0.05, run.length)] = -100
         if index % 3 == 0:
@@ -153,7 +160,9 @@ def train(run: Run) -> Result:
     """Fit on this rank's part of the world."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))  # replicas must agree whatever the seeds
     degrees = Degrees(**run.degrees).resolve(dist.get_world_size())
-    config = replace(DECODER, windows=run.windows, sinks=run.sinks, softcap=run.softcap)
+    config = replace(DECODER, width=128, num_layers=3) if run.quickstart else DECODER
+    config = replace(config, windows=run.windows, sinks=run.sinks, softcap=run.softcap)
+    config = replace(config, vocab_size=run.vocab, tie_embeddings=run.tied, qk_norm=run.qk_norm)
     config = replace(config, attention_dropout=run.dropout, dropout=run.dropout / 3)
     module = PlainLM(optimizer(run), run.dropout) if run.plain else CausalLM(config, optimizer(run))
     torch.manual_seed(1)
@@ -172,17 +181,24 @@ def train(run: Run) -> Result:
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=LongContextStrategy(degrees, run.layout, run.communication, sharding=run.sharding),
+        strategy=LongContextStrategy(
+            degrees,
+            run.layout,  # type: ignore[arg-type]
+            run.communication,
+            sharding=run.sharding,  # type: ignore[arg-type]
+            sharding_options=ShardingOptions(run.shard_ranks),
+        ),
         max_steps=run.steps,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip,
+        precision=run.precision,  # type: ignore[arg-type]
         callbacks=[recorder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(samples(run), batch_size=run.global_batch // degrees.data))
+    trainer.fit(module, DataLoader(samples(run), batch_size=run.global_batch // degrees.data, shuffle=True))
     weights = {name: whole(weight.detach()).clone() for name, weight in module.named_parameters()}
     return Result(recorder.losses, recorder.norms, weights)
 

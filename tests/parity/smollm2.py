@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from lightning_longctx import CausalLM, Degrees, LongContextStrategy
 from lightning_longctx._resources import recipes_dir
-from lightning_longctx.callbacks.gradient_norm import whole
 from lightning_longctx.callbacks.memory import peaks
 from lightning_longctx.data import PretrainedTokenizer, standard_library
+from lightning_longctx.strategy.gradients.norms import whole
 from tests.parity.runs import Recorder
 from tests.strategy.runs import QUIET
 

@@ -84,6 +84,21 @@ def test_attention_dropout_drops_what_one_rank_drops(gloo):
     assert all(alone(run).losses[0] != one.losses[0] for run, one in zip(kept, expected, strict=True))
 
 
+# The plans that models carry: tied matrices, norms over heads, capped logits, matrices whose output is gathered.
+TENSOR = {
+    "tensor 2": (2, dict(tensor=2), ("llama", "gemma2", "olmo2")),
+    "context 2 x tensor 2": (4, dict(context=2, tensor=2), ("qwen3", "gemma3")),
+}
+
+
+@pytest.mark.parametrize("degrees", list(TENSOR))
+def test_tensor_ranks_share_matrices_by_the_plan_that_a_model_carries(gloo, degrees):
+    world, options, names = TENSOR[degrees]
+    runs = [HFRun(name, options, plain=number % 2 == 1, **SHORT) for number, name in enumerate(names)]
+    for run, result in zip(runs, gloo(world).run(train_all, runs, timeout=200)[0], strict=True):
+        check(result, alone(run), run)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("degrees", [*DEGREES, "data 2 x context 2"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "document_zigzag", "balanced"])

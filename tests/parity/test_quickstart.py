@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_longctx.callbacks.gradient_norm import whole
+from lightning_longctx.strategy.gradients.norms import whole
 from lightning_longctx.testing.tolerances import relative_error
 from tests.parity.runs import Recorder, Result
 

@@ -78,9 +78,14 @@ def test_a_printed_config_is_the_same_run(recipe: str, tmp_path: Path, printed) 
 def assert_merged(alone: object, given: object, both: object) -> None:
     """``both`` has what is given, and for the rest what was there."""
     if isinstance(alone, dict) and isinstance(given, dict) and isinstance(both, dict):
-        assert both.keys() == alone.keys() >= given.keys()
+        added = {key.removesuffix("+"): value for key, value in given.items() if key.endswith("+")}
+        given = {key: value for key, value in given.items() if not key.endswith("+")}
+        assert both.keys() == alone.keys() >= given.keys() | added.keys()
         for key, value in alone.items():
-            assert_merged(value, given[key], both[key]) if key in given else assert_merged(value, value, both[key])
+            if key in added:
+                assert both[key][: len(value)] == value and len(both[key]) == len(value) + len(added[key])
+            else:
+                assert_merged(value, given.get(key, value), both[key])
     else:
         assert both == given
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 
-from lightning_longctx.strategy import LongContextStrategy
+from lightning_longctx.strategy import LongContextStrategy, ShardingOptions
 from lightning_longctx.topology import Degrees
 from tests.strategy.modules import LENGTH, Plain, samples
 
@@ -27,6 +27,7 @@ class Run:
     degrees: Degrees = Degrees()
     layout: str = "zigzag"
     sharding: str = "replicate"
+    options: ShardingOptions = ShardingOptions()
     style: str = "self"
     tied: bool = False
     accumulate: int = 1
@@ -38,7 +39,8 @@ class Run:
 
 
 def trainer(run: Run, num_ranks: int, **options: Any) -> Trainer:
-    strategy = LongContextStrategy(degrees=run.degrees, layout=run.layout, sharding=run.sharding)  # type: ignore[arg-type]
+    keywords: Any = dict(layout=run.layout, sharding=run.sharding, sharding_options=run.options)
+    strategy = LongContextStrategy(run.degrees, **keywords)
     defaults = dict(devices=num_ranks, max_epochs=1, accumulate_grad_batches=run.accumulate, num_sanity_val_steps=0)
     return Trainer(
         strategy=strategy,

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_longctx.strategy.agreement import AgreeingLoader, DataRanks
+from lightning_longctx.strategy.samples.agreement import AgreeingLoader, DataRanks
 
 
 class Meeting:

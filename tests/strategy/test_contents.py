@@ -68,3 +68,6 @@ def test_optimizers_of_other_parameters() -> None:
     check_optimizers([torch.optim.SGD(module.parameters(), lr=1.0)], module)
     with pytest.raises(ValueError, match="SGD holds 2 of 2 parameters .*OptimizerCallable"):
         check_optimizers([torch.optim.SGD(other.parameters(), lr=1.0)], module)
+    empty = torch.optim.SGD([{"params": list(module.parameters())}, {"params": []}], lr=1.0)
+    with pytest.raises(ValueError, match=r'SGD has no parameters in group 1 of 2.*leave out groups whose "params" are'):
+        check_optimizers([empty], module)

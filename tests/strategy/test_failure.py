@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_longctx.strategy.failure import end_processes, explain
+from lightning_longctx.strategy.failure.handling import blame, end_processes, explain
+from lightning_longctx.strategy.failure.reports import Report
 from tests.launches import ROOT, launch_environment
 from tests.strategy.fails_on_one_rank import MESSAGE
 
@@ -76,6 +77,46 @@ def test_errors_say_where_and_what() -> None:
     plain = ValueError("something else")
     explain(plain, 0, 1)
     assert not hasattr(plain, "__notes__")
+
+
+OWN = Report("ValueError: head=3")
+LOST = Report("RuntimeError: Connection closed by peer", "lost")
+
+
+def late(place: str, *ranks: int) -> Report:
+    return Report("RuntimeError: Timed out waiting", "late", place, ranks)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "gone", "expected"),
+    [
+        (LOST, {2: OWN, 1: LOST}, {2: 22}, ["rank 2 failed: ValueError: head=3"]),
+        (
+            LOST,
+            {2: LOST},
+            {0: 1, 3: 33},
+            ["rank 3 has ended without a word (process 33): killed, out of memory, or crashed"],
+        ),
+        (LOST, {1: LOST}, {1: 11}, []),
+        (late("the loss axis", 0, 1, 2, 3), {1: OWN}, {}, ["rank 1 failed: ValueError: head=3"]),
+        (
+            late("the loss axis", 0, 1, 2, 3),
+            {1: late("the loss axis", 0, 1, 2, 3), 3: late("the inner ring", 2, 3)},
+            {},
+            [
+                "rank 2, 3 did not come there within the timeout",
+                "rank 3 itself waited on the inner ring, with ranks 2, 3",
+            ],
+        ),
+        (late("the loss axis", 0, 1), {1: late("the loss axis", 0, 1)}, {}, []),
+        (late("", *()), {}, {}, []),
+    ],
+)
+def test_who_is_to_blame(mine: Report, others: dict[int, Report], gone: dict[int, int], expected: list[str]) -> None:
+    found = blame(mine, 0, others, gone)
+    assert len(found) == len(expected), found
+    assert all(sentence.startswith(start) for sentence, start in zip(found, expected, strict=True)), found
+    assert not any(sentence.endswith((".", "?")) for sentence in found)  # a full stop follows
 
 
 def test_end_processes() -> None:

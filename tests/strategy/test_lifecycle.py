@@ -225,12 +225,6 @@ def test_nothing_happens_at_construction() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(("option", "message"), [("tensor", "tensor=2")])
-def test_axes_that_do_not_exist_yet(option: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LongContextStrategy(Degrees(**{option: 2}))
-
-
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="zigzagged"):
         LongContextStrategy(layout="zigzagged")  # type: ignore[arg-type]

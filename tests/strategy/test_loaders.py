@@ -7,13 +7,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_longctx.batch import ShardCollate, Sharding, ensure_sharded
-from lightning_longctx.strategy.agreement import AgreeingLoader, DataRanks
-from lightning_longctx.strategy.loaders import shard_loader
+from lightning_longctx.strategy.failure.worker_signals import OutliveSigterm
+from lightning_longctx.strategy.samples.agreement import AgreeingLoader, DataRanks
+from lightning_longctx.strategy.samples.loaders import shard_loader
 
 SHARDING = Sharding("zigzag", 2, 2, 1)
 
@@ -72,10 +74,11 @@ def first_tokens(loader: Any) -> list[int]:
 
 
 def test_a_dataloader_is_wrapped_once() -> None:
-    loader = DataLoader(Rows(), batch_size=2)
-    assert shard_loader(loader, Sharding(), ranks(), training=True) is loader
+    given = DataLoader(Rows(), batch_size=2)
+    loader = shard_loader(given, Sharding(), ranks(), training=True)
     assert shard_loader(loader, SHARDING, ranks(), training=False) is loader
     collate: Any = loader.collate_fn
+    assert given.collate_fn is default_collate
     assert collate == ShardCollate(default_collate, SHARDING)
     batches = list(loader)
     assert batches[0]["input_ids"].tolist() == [[2, 3, 4, 5], [102, 103, 104, 105]]
@@ -84,7 +87,8 @@ def test_a_dataloader_is_wrapped_once() -> None:
 
 def test_other_iterables_stay_as_they_are() -> None:
     batches = [default_collate([sample(0)])]
-    assert shard_loader(batches, SHARDING, ranks(), training=True) is batches
+    assert shard_loader(batches, SHARDING, ranks(), training=False) is batches
+    assert shard_loader(batches, SHARDING, ranks(), training=True).loader is batches
     assert ensure_sharded(batches[0], SHARDING)["input_ids"].tolist() == [[2, 3, 4, 5]]
 
 
@@ -100,9 +104,10 @@ def test_subclasses_of_dataloader_keep_their_class() -> None:
 def drawn(data_rank: int, stray_draws: int) -> list[list[float]]:
     """What workers drew in two epochs, on a rank that itself drew some numbers (its dropout, say) in between."""
     loader = DataLoader(Random(), batch_size=2, num_workers=1)
-    shard_loader(loader, SHARDING, ranks(data_rank, 2), training=True)
+    loader = shard_loader(loader, SHARDING, ranks(data_rank, 2), training=True)
     result = []
-    for _ in range(2):
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         torch.rand(stray_draws)
         result.append(torch.stack([batch["drawn"] for batch in loader]).flatten().tolist())
     return result
@@ -118,14 +123,17 @@ def test_what_workers_need_can_be_spawned() -> None:
     loader = shard_loader(DataLoader(Rows()), SHARDING, ranks(1, 2), training=True)
     collate_fn, worker_init_fn = pickle.loads(pickle.dumps((loader.collate_fn, loader.worker_init_fn)))
     assert collate_fn == ShardCollate(default_collate, SHARDING)
-    assert worker_init_fn.keywords == {"rank": 1}
+    assert isinstance(worker_init_fn, OutliveSigterm)
+    assert worker_init_fn.start.func is pl_worker_init_function  # type: ignore[attr-defined]
+    assert worker_init_fn.start.keywords == {"rank": 1}  # type: ignore[attr-defined]
 
 
 def test_your_own_worker_seeds_are_kept() -> None:
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Rows(), worker_init_fn=print, generator=generator)
-    shard_loader(loader, SHARDING, ranks(), training=True)
-    assert loader.worker_init_fn is print
+    loader = shard_loader(loader, SHARDING, ranks(), training=True)
+    assert loader.worker_init_fn == OutliveSigterm(print)
+    assert shard_loader(loader, SHARDING, ranks(), training=True).worker_init_fn == OutliveSigterm(print)
     assert loader.generator is generator
 
 
@@ -156,7 +164,7 @@ def test_other_lengths_on_other_data_ranks_are_an_error() -> None:
 def test_what_has_no_length_agrees() -> None:
     inner = DataLoader(Stream())
     loader = shard_loader(inner, SHARDING, ranks(0, 2), training=True)
-    assert isinstance(loader, AgreeingLoader) and loader.loader is inner
+    assert isinstance(loader, AgreeingLoader) and loader.loader.loader is inner
     again = shard_loader(loader, SHARDING, ranks(0, 2), training=False)
     assert isinstance(again, AgreeingLoader) and again.loader is inner
     assert first_tokens(again) == [2, 202, 402]

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_longctx.strategy.sharding import copy_from_first_rank, distribute, materialise, repeated_blocks, reshard
+from lightning_longctx.strategy.parameters.sharding import (
+    copy_from_first_rank,
+    distribute,
+    materialise,
+    repeated_blocks,
+    reshard,
+)
 from lightning_longctx.testing import GlooPool
 from lightning_longctx.topology import Degrees
 from lightning_longctx.topology.mesh import build_mesh

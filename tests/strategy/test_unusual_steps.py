@@ -139,7 +139,7 @@ def test_shuffling_does_not_drift_apart(gloo: Pools) -> None:
 
 def test_checksums_are_compared_within_a_data_rank() -> None:
     check_same_batches([[1, 1], [2, 2]])
-    with pytest.raises(ValueError, match=r"data rank 1 share sequences, but ranks \[1\]"):
+    with pytest.raises(ValueError, match=r"data rank 1 share samples, but ranks \[1\]"):
         check_same_batches([[1, 1], [2, 3]])
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_longctx.strategy.sharding import distribute
+from lightning_longctx.strategy.parameters.sharding import distribute
 from lightning_longctx.testing import GlooPool
 from lightning_longctx.topology import LOSS, Degrees, axis_rank, group_of
 from lightning_longctx.topology.mesh import build_mesh

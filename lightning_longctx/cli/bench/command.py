@@ -13,9 +13,10 @@ from lightning_longctx.cli.bench.attention import AttentionBench
 from lightning_longctx.cli.bench.gate import WrongResultError
 from lightning_longctx.cli.bench.kernels import KernelBench
 from lightning_longctx.cli.bench.ring import RingBench
+from lightning_longctx.cli.bench.step import StepBench
 from lightning_longctx.testing.cluster import ClusterUnavailableError
 
-BENCHES = {"attention": AttentionBench, "ring": RingBench, "kernels": KernelBench}
+BENCHES = {"attention": AttentionBench, "ring": RingBench, "kernels": KernelBench, "step": StepBench}
 """What can be timed: name -> a frozen dataclass. Its fields are the options, making one checks them, ``run()`` runs."""
 
 DESCRIPTION = """Time a part of this package on this machine, in one run side by side with what it is measured against.
@@ -26,6 +27,7 @@ DESCRIPTION = """Time a part of this package on this machine, in one run side by
   lightning-longctx bench attention --mask documents:256 --peers
   lightning-longctx bench ring --nodes 2 --ranks_per_node 4 --nic_mbit 100
   lightning-longctx bench kernels --heads 32 --kv_heads 8    on a GPU: ours against flash-attn and PyTorch's
+  lightning-longctx bench step --config quickstart.yaml      what Lightning and the strategy cost in a step
   lightning-longctx bench attention --help                   every option, explained
 """
 

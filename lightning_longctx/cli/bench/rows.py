@@ -31,11 +31,11 @@ class Row:
     layout: str
     schedule: str
     seconds_median: float
-    seconds_single: float
+    seconds_single: float | None
     efficiency: float
     bytes_sent_mean: float
     bytes_sent_max: int
-    bytes_outer_max: int
+    bytes_outer_max: int | None
     peak_growth_bytes: int | None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_longctx.attention.attend import attend
+from lightning_longctx.models.hugging_face.config import attention_heads
 from lightning_longctx.models.hugging_face.masks import ShardMask, shard_mask
 from lightning_longctx.sequence.record import SequenceRecord
 
@@ -92,8 +93,17 @@ def shard_attention(
         scale=scaling,
         softcap=softcap,
         dropout_p=dropout,
+        num_heads=_num_heads(module, query, mask.sequence) if dropout else None,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _num_heads(module: nn.Module, query: Tensor, sequence: SequenceRecord) -> int | None:
+    """Query heads of the layer, where tensor ranks hold a part of them each."""
+    heads = attention_heads(module.config) if sequence.tensor > 1 else None
+    if heads is None or heads[0] == query.shape[1]:
+        return None
+    return heads[0]
 
 
 def _checked_mask(

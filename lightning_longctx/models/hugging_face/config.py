@@ -23,6 +23,15 @@ def attention_heads(config: Any) -> tuple[int, int] | None:
     return None if heads is None else (heads, getattr(text, "num_key_value_heads", None) or heads)
 
 
+def attention_head_width(config: Any) -> int | None:
+    """Width of a head; None if the configuration does not say."""
+    text, heads = text_config(config), attention_heads(config)
+    if (width := getattr(text, "head_dim", None)) is not None or heads is None:
+        return width
+    hidden = getattr(text, "hidden_size", None)
+    return None if hidden is None else hidden // heads[0]
+
+
 def attention_masks(config: Any) -> tuple[Mask, ...]:
     """The mask of every layer, as far as the configuration says: what ``layout: auto`` counts with."""
     text = text_config(config)

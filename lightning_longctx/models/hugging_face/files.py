@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from lightning_longctx.models.atomic import holds_working_directory, written
 
 _CONFIG = "config.json"
 _WRITTEN = re.compile(r"(config|generation_config|model\.safetensors\.index)\.json|model(-\d+-of-\d+)?\.safetensors")
@@ -93,6 +94,8 @@ def check_target(folder: Path, source: Any = None) -> None:
         raise ValueError(f"{folder} is the folder that the model comes from and would be replaced. Name another one.")
     if not folder.exists():
         return
+    if holds_working_directory(folder):
+        raise ValueError(f"{folder} is the working directory, or around it, and would be replaced. Name another one.")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not folder.is_dir() or (names and _CONFIG not in names):
         raise ValueError(
@@ -123,19 +126,7 @@ def write_model(model: Any, folder: Path) -> None:
         if name in weights:  # gathering gives each name of a tied parameter a tensor of its own
             weights[name] = owners.setdefault(id(parameter), weights[name])
     if not spread or dist.get_rank() == 0:
-        partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial, state_dict=weights)
-        _replace(partial, folder)
+        with written(folder, folder=True) as partial:
+            model.save_pretrained(partial, state_dict=weights)
     if spread:
         dist.barrier()
-
-
-def _replace(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder``, which is renamed first: at any time one of them is whole."""
-    old = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

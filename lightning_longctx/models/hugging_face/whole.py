@@ -57,9 +57,11 @@ def check_models(module: nn.Module, degrees: Degrees) -> None:
     Raises:
         ValueError: One cannot.
     """
-    if degrees.context * degrees.head == 1:
-        return
     for model in find_models(module):
+        if degrees.tensor > 1 and (heads := attention_heads(model.config)) is not None:
+            degrees.check_heads(*heads)
+        if degrees.context * degrees.head == 1:
+            continue
         if reason := refusal(model):
             spread = f"context={degrees.context}" + f", head={degrees.head}" * (degrees.head > 1)
             raise ValueError(

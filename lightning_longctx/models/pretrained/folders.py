@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_longctx.models.atomic import Draft, holds_working_directory
 from lightning_longctx.models.config import DecoderConfig
 from lightning_longctx.models.pretrained.config_json import decoder_config, hugging_face_config
 from lightning_longctx.models.pretrained.names import from_hugging_face, to_hugging_face
@@ -96,20 +96,22 @@ def save_pretrained(
     tensors = {name: tensor.detach().to("cpu", kept).contiguous() for name, tensor in tensors.items()}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already: choose another folder, or move it away.")
-    partial = folder.absolute().with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    if folder.exists() and holds_working_directory(folder):
+        raise ValueError(f"{folder} is the working directory, and would be replaced: choose another folder.")
+    draft = Draft(folder, folder=True)
     try:
-        partial.mkdir(parents=True)
+        draft.begin()
     except OSError as problem:
         raise ValueError(
             f"{folder} cannot be made ({problem.strerror}). Choose a folder in a place that can be written to."
         ) from problem
-    (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     try:
-        safetensors.torch.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (draft.partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        safetensors.torch.save_file(tensors, draft.partial / WEIGHTS, metadata={"format": "pt"})
+        draft.commit()
     except safetensors.SafetensorError as problem:
-        raise ValueError(f"{partial / WEIGHTS} cannot be written: {problem}. Is the disk full?") from problem
-    partial.replace(folder)
+        draft.discard()
+        raise ValueError(f"{folder / WEIGHTS} cannot be written: {problem}. Is the disk full?") from problem
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:

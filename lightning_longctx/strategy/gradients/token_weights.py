@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_longctx._upstream import announced, discard_unsynced_gradients
 from lightning_longctx.batch import IGNORE
-from lightning_longctx.strategy.absent import zero_if_absent
 from lightning_longctx.strategy.contents import LABELS, BatchContents
+from lightning_longctx.strategy.gradients.absent import zero_if_absent
 from lightning_longctx.topology.mesh import ParallelMesh
 
 UNWEIGHTED_MEAN = (
@@ -100,8 +100,7 @@ class TokenWeights:
             for parameter in module.parameters():
                 if parameter.grad is not None:
                     grad = parameter.grad
-                    local = grad.to_local() if isinstance(grad, DTensor) else grad
-                    local.mul_(factor.to(torch.promote_types(local.dtype, torch.float32)))
+                    _multiply(grad.to_local() if isinstance(grad, DTensor) else grad, factor)
         self.reset()
 
     def reset(self) -> None:
@@ -135,3 +134,13 @@ class TokenWeights:
             f"the batch of this training step has {len(labels)} {LABELS} entries (a CombinedLoader's?), so it is not "
             f"known which of them the loss is a mean over. To say it, {way_out}."
         )
+
+
+def _multiply(grad: Tensor, factor: Tensor) -> None:
+    """Scale in place; a narrow gradient by the factor itself, not by what it is rounded to on accelerators."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    factor = factor.to(grad.device, wide)  # elsewhere under cpu_offload
+    if grad.dtype == wide:
+        grad.mul_(factor)
+    else:
+        grad.copy_(grad.to(wide).mul_(factor))

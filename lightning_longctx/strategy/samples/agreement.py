@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_longctx.strategy.samples.around import LoaderAround
+
 Gather = Callable[[int], list[int]]
 """Takes a number from every data rank and returns all of them, by data rank. Collective over the data ranks."""
 
@@ -26,12 +28,16 @@ class DataRanks:
         num_ranks: How many there are.
         gather: Exchanges numbers with the data ranks at this process's place on the other axes (see ``gather_over``).
         seed: Seeds the randomness of workers; must be the same on all ranks.
+        order_seed: Seeds the order of samples; the same.
+        gather_values: As ``gather``, of any values that can be pickled.
     """
 
     rank: int
     num_ranks: int
     gather: Gather
     seed: int = 0
+    order_seed: int = 0
+    gather_values: Callable[[Any], list[Any]] = lambda value: [value]
 
 
 def gather_over(group: dist.ProcessGroup | None, device: torch.device) -> Gather:
@@ -46,10 +52,21 @@ def gather_over(group: dist.ProcessGroup | None, device: torch.device) -> Gather
     return gather
 
 
-class AgreeingLoader:
+def gather_values_over(group: dist.ProcessGroup | None) -> Callable[[Any], list[Any]]:
+    """The same for any values that can be pickled."""
+
+    def gather_values(value: Any) -> list[Any]:
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, value, group=group)
+        return every
+
+    return gather_values
+
+
+class AgreeingLoader(LoaderAround):
     """A loader that yields a batch only when every data rank has one.
 
-    Stands in front of a loader of unknown length; everything else is looked up in, and set on, the loader itself.
+    Stands in front of a loader of unknown length.
 
     Args:
         loader: Any iterable of batches.
@@ -58,32 +75,8 @@ class AgreeingLoader:
             because a mean over part of the data is not the mean.
     """
 
-    _own = ("loader", "_ranks", "_training", "_warned", "state_dict", "load_state_dict")
-
     def __init__(self, loader: Any, ranks: DataRanks, *, training: bool) -> None:
-        self.loader = loader
-        self._ranks = ranks
-        self._training = training
-        self._warned = False
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-            # Lightning saves loaders that have both, and since Python 3.12 its check does not see __getattr__.
-            self.state_dict = loader.state_dict
-            self.load_state_dict = loader.load_state_dict
-
-    def __getattr__(self, name: str) -> Any:
-        if name in AgreeingLoader._own:
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning resets a loader's iterator by assignment: that must reach the one who owns the workers.
-        if name in AgreeingLoader._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.loader, name, value)
-
-    def __len__(self) -> int:
-        return len(self.loader)
+        super().__init__(loader, _ranks=ranks, _training=training, _warned=False)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches for as long as every data rank has one. Nothing is started before the first is asked for.

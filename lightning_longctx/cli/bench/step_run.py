@@ -1,0 +1,54 @@
+"""Run a recipe whose steps alternate with those of a bare loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_longctx.cli.bench.bare_loop import Alternation, Steps
+from lightning_longctx.cli.train import LongContextCLI, be_quiet
+
+
+def alternate(arguments: Sequence[str], folder: str) -> tuple[Trainer, list[dict[str, Steps]]]:
+    """Train as ``fit`` with these arguments would, with a bare step after every step.
+
+    Every process of the run comes here: Lightning starts the others with this process's own command line.
+
+    Args:
+        arguments: ``fit`` and its options.
+        folder: For logs.
+
+    Returns:
+        The Trainer, and the steps of ``bare`` and ``longctx`` on every rank.
+    """
+    found: list[Alternation] = []
+
+    class Alternating(LongContextCLI):
+        def after_instantiate_classes(self) -> None:
+            super().after_instantiate_classes()
+            found.append(Alternation(deepcopy(self.model)))
+            _rearrange(self.trainer, found[0], folder)
+
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
+    if rank_zero_only.rank != 0:
+        be_quiet()
+    command = Alternating(list(arguments))
+    return command.trainer, found[0].by_rank
+
+
+def _rearrange(trainer: Any, alternation: Alternation, folder: str) -> None:
+    """Leave out what writes checkpoints, log to the folder, and put the alternation behind all other callbacks."""
+    kept = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint | SaveConfigCallback)]
+    trainer.callbacks = [*kept, alternation]
+    if trainer.loggers:
+        trainer.loggers = [TensorBoardLogger(Path(folder), name=None)]

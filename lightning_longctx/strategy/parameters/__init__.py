@@ -1,0 +1,1 @@
+"""How parameters are spread over ranks: cut by tensor ranks, then sharded or replicated."""
