@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,15 +76,7 @@ def announced(module: nn.Module, loss: Tensor) -> Tensor:
 
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that optimizers hold, also while FSDP2 has gathered ones in their places."""
-    from torch.distributed.fsdp import FSDPModule
-
-    groups = [
-        group
-        for part in module.modules()
-        if isinstance(part, FSDPModule)
-        for group in part._get_fsdp_state()._fsdp_param_groups
-    ]
-    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+    return [parameter.sharded_param for group in _groups(module) for parameter in group.fsdp_params]
 
 
 def reduce_unused_parameters(module: nn.Module, unused: set[int]) -> None:
@@ -96,15 +88,11 @@ def reduce_unused_parameters(module: nn.Module, unused: set[int]) -> None:
         module: Distributed by FSDP2.
         unused: Gets the ids of parameters whose gradient consists of such zeros alone, and loses those of others.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                cast("Any", group).post_backward = _noting(group, unused)
+    for group in _groups(module):
+        group.post_backward = _filling(group, unused)
 
 
-def _noting(group: Any, unused: set[int]) -> Callable[..., None]:
+def _filling(group: Any, unused: set[int]) -> Callable[..., None]:
     post_backward = group.post_backward
 
     def fill_and_reduce(*args: Any) -> None:
@@ -126,15 +114,20 @@ def _noting(group: Any, unused: set[int]) -> Callable[..., None]:
 
 def discard_unsynced_gradients(module: nn.Module) -> None:
     """Forget gradients that micro-batches left without a synchronising backward; ``zero_grad`` cannot see them."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.unsharded_param.grad = None
+
+
+def _groups(module: nn.Module) -> Iterator[Any]:
+    """What FSDP2 gathers and reduces at a time."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        cast("Any", parameter).unsharded_param.grad = None
+            yield from part._get_fsdp_state()._fsdp_param_groups
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_longctx._upstream import writes_metrics
 from lightning_longctx.strategy import LongContextStrategy
-from lightning_longctx.strategy.gradients.norms import gradient_norm
+from lightning_longctx.strategy.gradients.norms import gradient_norm, parameters_of
 
 
 class GradientNorm(Callback):
@@ -21,7 +21,7 @@ class GradientNorm(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not writes_metrics(trainer):
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         left = any(parameter.grad is not None for parameter in parameters)
         norm = _norm(trainer, optimizer, parameters) if left else float("nan")
         pl_module.log("grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)

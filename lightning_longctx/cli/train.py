@@ -125,16 +125,21 @@ class LongContextCLI(LightningCLI):
 
 def train(arguments: Sequence[str]) -> None:
     """Run one of Lightning's commands; returns when it has ended."""
-    # Lightning asks torch's pytrees in a way that torch has renamed; nobody who trains can do anything about it.
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    if rank_zero_only.rank != 0:
-        be_quiet()
+    speak_once()
     LongContextCLI(_arguments(arguments))
 
 
 def _arguments(arguments: Sequence[str]) -> Any:
     # LightningCLI wants to read sys.argv itself: further processes repeat it.
     return None if list(arguments) == sys.argv[1:] else list(arguments)
+
+
+def speak_once() -> None:
+    """Let the first process speak alone, and not of what no user can change."""
+    # Lightning asks torch's pytrees in a way that torch has renamed.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    if rank_zero_only.rank != 0:
+        be_quiet()
 
 
 def be_quiet() -> None:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_longctx.models.hugging_face.whole import check_models
+from lightning_longctx.strategy.gradients.norms import parameters_of
 from lightning_longctx.strategy.parameters.sharding_options import Distribution
 from lightning_longctx.topology import Degrees
 
@@ -82,7 +83,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None
                 "keep what a group is by its parameters, and could not be resumed. In configure_optimizers leave out "
                 'groups whose "params" are empty.'
             )
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = parameters_of(optimizer)
         if stale := [parameter for parameter in held if id(parameter) not in current]:
             raise ValueError(
                 f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters that are no longer the "

@@ -207,3 +207,8 @@ def train_all(runs: list[Run]) -> list[Result]:
     """Several runs in one call; only rank 0's results travel back (the test of agreement is ``train``'s own)."""
     results = [train(run) for run in runs]
     return results if dist.get_rank() == 0 else []
+
+
+def distance(result: Result, exact: Result) -> float:
+    """2-norm of the difference of all weights."""
+    return float(torch.stack([(result.weights[name] - exact.weights[name]).norm() for name in exact.weights]).norm())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.runs import Result, Run, train_all
+from tests.parity.runs import Result, Run, distance, train_all
 from tests.parity.test_training import check
 
 COMMON: dict[str, Any] = dict(length=61, accumulate=3, clip=0.3, vocab=33)
@@ -36,11 +36,6 @@ def test_the_same_numbers_as_one_process(gloo: Any, alone: dict[Run, Result], de
         expected = alone[replace(run, degrees={}, sharding="replicate", shard_ranks="auto")]
         assert max(expected.norms) > 0.3, "clipping is on"
         check(result, expected, run)
-
-
-def distance(result: Result, exact: Result) -> float:
-    """2-norm of the difference of all weights."""
-    return float(torch.stack([(result.weights[name] - exact.weights[name]).norm() for name in exact.weights]).norm())
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

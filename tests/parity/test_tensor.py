@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parity.runs import Result, Run, train_all
+from tests.parity.runs import Run, distance, train_all
 from tests.parity.test_training import check
 
 COMMON: dict[str, Any] = dict(vocab=33, length=61, steps=3, accumulate=3, clip=0.3, optimizer="sgd")
@@ -39,11 +38,6 @@ def test_the_same_numbers_as_one_process(gloo, alone, degrees):
     runs = [replace(run, degrees=options, sharding=sharding) for run in chosen]
     for run, result in zip(runs, gloo(world).run(train_all, runs, timeout=280)[0], strict=True):
         check(result, alone[replace(run, degrees={}, sharding="replicate")], run)
-
-
-def distance(result: Result, exact: Result) -> float:
-    """2-norm of the difference of all weights."""
-    return float(torch.stack([(result.weights[name] - exact.weights[name]).norm() for name in exact.weights]).norm())
 
 
 def test_bfloat16_errs_as_on_one_process(gloo):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lightning_longctx.cli.bench.masks import parse_mask
+from lightning_longctx.cli.bench.rows import check_csv
 from lightning_longctx.sequence.layout import LayoutName
 from lightning_longctx.topology.links import Links
 
@@ -89,8 +89,7 @@ class AttentionBench:
                 raise ValueError(f"{name}={value} must be at least 1.")
         parse_mask(self.mask)
         self._check_sizes()
-        if self.csv is not None and (Path(self.csv).is_dir() or not Path(self.csv).absolute().parent.is_dir()):
-            raise ValueError(f"csv={self.csv} is no file in a folder that exists.")
+        check_csv(self.csv)
 
     def _check_sizes(self) -> None:
         import torch
@@ -152,7 +151,7 @@ class AttentionBench:
         from lightning_longctx.cli.bench.peers import admitted_peers
         from lightning_longctx.cli.bench.progress import stages
         from lightning_longctx.cli.bench.report import report
-        from lightning_longctx.cli.bench.rows import num_cores, write_csv
+        from lightning_longctx.cli.bench.rows import keep, num_cores
         from lightning_longctx.cli.bench.single_process import SingleProcess
 
         case, cores = self.case(), num_cores()
@@ -166,9 +165,7 @@ class AttentionBench:
         report(Console(width=max(Console().width, 110)), self.title, rows, measured, cores)
         for line in notes(case, measured, absent, cores):
             print(line)
-        if self.csv is not None:
-            write_csv(Path(self.csv), rows)
-            print(f"\nWritten to {self.csv}.")
+        keep(self.csv, rows)
 
     @property
     def title(self) -> str:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lightning_longctx.cli.bench.attention import AttentionBench
@@ -133,7 +132,7 @@ class RingBench:
         from lightning_longctx.cli.bench.measure import measure, num_stages
         from lightning_longctx.cli.bench.progress import stages
         from lightning_longctx.cli.bench.ring_report import report
-        from lightning_longctx.cli.bench.rows import num_cores, write_csv
+        from lightning_longctx.cli.bench.rows import keep, num_cores
 
         systems, case = self.compared(), self.case()
         with _removed_when_terminated(), self.cluster() as cluster:
@@ -143,9 +142,7 @@ class RingBench:
         report(Console(), self.title, rows, measured, self.ranks_per_node if self.shared_nic else 1)
         if "auto" in measured:
             print(f"\nauto chose {in_words(self._degrees('auto'))}.")
-        if self.csv is not None:
-            write_csv(Path(self.csv), rows)
-            print(f"\nWritten to {self.csv}.")
+        keep(self.csv, rows)
 
     @property
     def title(self) -> str:

@@ -80,6 +80,19 @@ def row_of(bench: str, system: System, case: AttentionCase, measured: Mapping[st
     )
 
 
+def check_csv(csv: str | None) -> None:
+    """Raise ``ValueError`` unless the option names a file that can be written, or none."""
+    if csv is not None and (Path(csv).is_dir() or not Path(csv).absolute().parent.is_dir()):
+        raise ValueError(f"csv={csv} is no file in a folder that exists.")
+
+
+def keep(csv: str | None, rows: Sequence[Row]) -> None:
+    """Write the rows to the file of the option, if there is one, and say so."""
+    if csv is not None:
+        write_csv(Path(csv), rows)
+        print(f"\nWritten to {csv}.")
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows under a line of ``COLUMNS``, in place of what the file had."""
     with path.open("w", newline="", encoding="utf-8") as file:

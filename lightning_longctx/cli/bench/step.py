@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from lightning_longctx.cli.bench.rows import check_csv, keep
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class StepBench:
         for name, least in (("tokens", 2), ("repeats", 1), ("warmup", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if self.csv is not None and (Path(self.csv).is_dir() or not Path(self.csv).absolute().parent.is_dir()):
-            raise ValueError(f"csv={self.csv} is no file in a folder that exists.")
+        check_csv(self.csv)
 
     def run(self) -> None:
         """Measure, write the CSV file and print the table: on the first process, which launches the others.
@@ -50,7 +50,6 @@ class StepBench:
         """
         from rich.console import Console
 
-        from lightning_longctx.cli.bench.rows import write_csv
         from lightning_longctx.cli.bench.step_report import report, rows_of, summarise
         from lightning_longctx.cli.bench.step_run import alternate
 
@@ -61,9 +60,7 @@ class StepBench:
         pairs = summarise(by_rank, self.warmup)
         rows = rows_of(trainer, pairs, self.tokens)
         report(Console(), rows, pairs)
-        if self.csv is not None:
-            write_csv(Path(self.csv), rows)
-            print(f"\nWritten to {self.csv}.")
+        keep(self.csv, rows)
 
     def arguments(self, folder: str) -> list[str]:
         """What the command line of ``fit`` would be."""

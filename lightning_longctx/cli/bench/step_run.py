@@ -12,10 +12,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_longctx.cli.bench.bare_loop import Alternation, Steps
-from lightning_longctx.cli.train import LongContextCLI, be_quiet
+from lightning_longctx.cli.train import LongContextCLI, speak_once
 
 
 def alternate(arguments: Sequence[str], folder: str) -> tuple[Trainer, list[dict[str, Steps]]]:
@@ -38,10 +37,8 @@ def alternate(arguments: Sequence[str], folder: str) -> tuple[Trainer, list[dict
             found.append(Alternation(deepcopy(self.model)))
             _rearrange(self.trainer, found[0], folder)
 
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    speak_once()
     warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
-    if rank_zero_only.rank != 0:
-        be_quiet()
     command = Alternating(list(arguments))
     return command.trainer, found[0].by_rank
 

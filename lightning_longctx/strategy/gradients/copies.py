@@ -6,6 +6,8 @@ Pure, but for ``copied_norms``, which looks at gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -31,6 +33,11 @@ def packed(flags: Sequence[bool]) -> list[float]:
 def is_packed(words: Sequence[float], index: int) -> bool:
     """The flag of that index."""
     return bool(int(words[index // _BITS]) >> (index % _BITS) & 1)
+
+
+def in_all(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The flags that all rows of packed ones have."""
+    return [float(reduce(and_, map(int, words))) for words in zip(*rows, strict=True)]
 
 
 def unlike(norms: Sequence[float], num_tensor_ranks: int) -> bool:

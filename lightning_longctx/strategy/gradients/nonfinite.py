@@ -21,8 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_longctx._upstream import log_before_step, version_of
-from lightning_longctx.strategy.gradients.copies import copied_norms, is_packed, packed, unlike
-from lightning_longctx.strategy.gradients.norms import NONE, clip_by_norm, clip_by_value, gather_rows, measure
+from lightning_longctx.strategy.gradients.copies import copied_norms, in_all, is_packed, packed, unlike
+from lightning_longctx.strategy.gradients.norms import (
+    NONE,
+    clip_by_norm,
+    clip_by_value,
+    gather_rows,
+    measure,
+    parameters_of,
+)
 
 NonFiniteGradients = Literal["raise", "skip"]
 
@@ -124,7 +131,7 @@ class GradientGuard:
         Raises:
             RuntimeError: Something is not finite, and the option is ``raise``. The same on every rank.
         """
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         fault = self._measure(parameters)
         self.forget()
         if fault is not None:
@@ -148,7 +155,7 @@ class GradientGuard:
 
         A collective in the latter case.
         """
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if self._measured is None or not _untouched(self._measured[0], parameters):
             self._measure(parameters)
         assert self._measured is not None
@@ -156,12 +163,12 @@ class GradientGuard:
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """In place of ``Precision.clip_grad_by_norm``: over all meshes, with the norm that ``check`` has found."""
-        clip_by_norm(_parameters(optimizer), clip_val, self.norm(optimizer))
+        clip_by_norm(parameters_of(optimizer), clip_val, self.norm(optimizer))
         self._measured = None
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """In place of ``Precision.clip_grad_by_value``."""
-        clip_by_value(_parameters(optimizer), clip_val)
+        clip_by_value(parameters_of(optimizer), clip_val)
 
     def take_clipping(self, precision: Any) -> None:
         """Stand in for what a precision plugin inherits; one that clips in its own way keeps doing so."""
@@ -200,19 +207,16 @@ class GradientGuard:
 
     def _drop_unused(self, parameters: Sequence[Tensor], words: list[list[float]]) -> None:
         """Leave parameters that no rank has used without a gradient, as in one process."""
-        for index, parameter in enumerate(parameters):
-            if all(is_packed(row, index) for row in words):
-                parameter.grad = None
+        if any(nobody_uses := in_all(words)):
+            for index, parameter in enumerate(parameters):
+                if is_packed(nobody_uses, index):
+                    parameter.grad = None
         self.unused.difference_update(map(id, parameters))
 
 
 def _names(parameters: Sequence[Tensor], module: LightningModule) -> list[str]:
     known = {id(parameter): name for name, parameter in module.named_parameters()}
     return [known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @torch.no_grad()

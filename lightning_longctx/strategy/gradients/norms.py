@@ -14,11 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_longctx._upstream import multiply, norms_of
 
 NONE = -1.0
 """Stands in a message for no parameter."""
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer, in its order: the same on all ranks."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @torch.no_grad()
