@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_longctx.attention import attend
     from lightning_longctx.data import TextDataModule
+    from lightning_longctx.loss import TiledLoss
     from lightning_longctx.mixins import CausalLM, HuggingFaceModule, LongContextMixin, NextTokenMixin
     from lightning_longctx.plan import Communication, Mask
     from lightning_longctx.strategy import LongContextStrategy, ShardingOptions
@@ -30,6 +31,7 @@ __all__ = [
     "NextTokenMixin",
     "ShardingOptions",
     "TextDataModule",
+    "TiledLoss",
     "attend",
 ]
 
@@ -46,6 +48,7 @@ _ROOMS = {
     "NextTokenMixin": "mixins",
     "ShardingOptions": "strategy",
     "TextDataModule": "data",
+    "TiledLoss": "loss",
 }
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_longctx._upstream.attention import (
+    CAST,
     FUSED_ATTENTION,
+    PLAIN_ATTENTION,
     ContextParallelRing,
+    argument,
     context_parallel_ring,
     fill_function_tables,
     flash_attention_cpu,
@@ -23,19 +29,25 @@ from lightning_longctx._upstream.attention import (
     varlen_attention,
 )
 from lightning_longctx._upstream.distributed import (
+    allocator_settings,
     allow_gathering_in_turns,
     announced,
     bound_waits,
     default_store,
     discard_unsynced_gradients,
     flatten_mesh,
+    has_gradient_hooks,
     is_compiled,
     is_open,
+    local_part,
     multiply,
     norms_of,
     pipeline_tensor_parallel,
+    profiler_is_on,
     reduce_unused_parameters,
     sharded_parameters,
+    shares_version,
+    tensor_around,
     unflatten_mesh,
     version_of,
     waited_group,
@@ -60,6 +72,7 @@ from lightning_longctx._upstream.lightning import (
     skip_plateaus,
     step_plateaus,
     take_signals,
+    through_forward,
     train_counters,
     train_loaders,
     validation_is_due,
@@ -89,10 +102,21 @@ if TYPE_CHECKING:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
 __all__ = [
+    "CAST",
     "ContextParallelRing",
     "FUSED_ATTENTION",
     "METADATA_FILENAME",
+    "OpOverload",
+    "PLAIN_ATTENTION",
+    "argument",
     "TorchDispatchMode",
+    "composable_checkpoint",
+    "local_part",
+    "shares_version",
+    "tensor_around",
+    "tree_leaves",
+    "tree_map_only",
+    "allocator_settings",
     "allow_gathering_in_turns",
     "announced",
     "attached_trainer",
@@ -121,6 +145,7 @@ __all__ = [
     "flash_attn_4",
     "flatten_mesh",
     "hands_out_samplers",
+    "has_gradient_hooks",
     "hpc_save_path",
     "in_backward",
     "is_compiled",
@@ -143,6 +168,7 @@ __all__ = [
     "norms_of",
     "optimizers_to_device",
     "pipeline_tensor_parallel",
+    "profiler_is_on",
     "reduce_unused_parameters",
     "sharded_parameters",
     "place_litdata",
@@ -150,6 +176,7 @@ __all__ = [
     "set_attention",
     "set_rng_states",
     "take_signals",
+    "through_forward",
     "train_counters",
     "train_loaders",
     "unflatten_mesh",

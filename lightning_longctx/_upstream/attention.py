@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,30 @@ flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash_attention_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+CAST = torch.ops.aten._to_copy.default
+"""What a change of dtype becomes."""
+
+PLAIN_ATTENTION = frozenset(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention_for_cpu",
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+)
+"""What ``F.scaled_dot_product_attention`` becomes where it is one operation."""
+
+
+def argument(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operation gets for an argument, or its default."""
+    if name in kwargs:
+        return kwargs[name]
+    place = next(place for place, one in enumerate(op._schema.arguments) if one.name == name)
+    return args[place] if place < len(args) else op._schema.arguments[place].default_value
 
 
 def varlen_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:

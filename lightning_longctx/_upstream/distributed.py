@@ -43,6 +43,17 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def allocator_settings() -> str | None:
+    """What PyTorch's allocators have read from the environment; none where it cannot be asked."""
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return None if ask is None else ask()
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether ``register_hook`` was called on a tensor, and not undone."""
+    return bool(tensor._backward_hooks)
+
+
 def default_store() -> Store:
     """The store in which the world has met."""
     return import_module("torch.distributed.distributed_c10d")._get_default_store()
@@ -146,3 +157,37 @@ def allow_gathering_in_turns() -> None:
 def pipeline_tensor_parallel() -> None:
     """Let inductor interleave products with the collectives around them ("async tensor parallelism")."""
     setattr(import_module("torch._inductor.config"), "_micro_pipeline_tp", True)  # noqa: B010  unknown to type checkers
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, without autograd, when a collective that it comes from has delivered it.
+
+    Of another tensor, itself.
+    """
+    part = getattr(tensor, "_local_tensor", tensor)
+    wait = getattr(part, "trigger_wait", None)
+    return part if wait is None else wait()
+
+
+def tensor_around(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Makes of this rank's part of a tensor like this one the whole; of a plain tensor there is nothing to make."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return lambda part: part
+    spec = tensor._spec
+    return lambda part: DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def shares_version(tensor: Tensor) -> Tensor:
+    """The tensor without its history, as ``detach``; what changes one in place counts as a change of both.
+
+    Within a ``TorchDispatchMode``, where ``detach`` alone would begin to count anew.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def profiler_is_on() -> bool:
+    """Whether PyTorch's profiler is recording in this process."""
+    return torch.autograd._profiler_enabled()

@@ -28,6 +28,13 @@ def attached_trainer(module: LightningModule) -> Trainer | None:
     return module._trainer
 
 
+def through_forward(module: LightningModule, method: str, *args: Any) -> Any:
+    """Call a method by way of the module's forward, so that hooks on it run: FSDP2 gathers parameters there."""
+    from lightning.pytorch.strategies.strategy import _ForwardRedirection
+
+    return _ForwardRedirection()(module, module, method, *args)
+
+
 def is_first_of_window(trainer: Trainer) -> bool:
     """Whether the current micro-batch starts an accumulation window: Lightning zeroes gradients before its backward."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0

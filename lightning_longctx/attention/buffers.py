@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 _KEPT_BYTES = 1 << 30
+_CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 _SLACK = 1.25
 """A waiting buffer serves requests down to its size over this: packed documents ask for other sizes in every batch."""
@@ -24,8 +26,12 @@ def keep_freed_memory() -> None:
     """Let this process keep the memory of tensors that are gone for the next ones; for training on CPU.
 
     glibc gives freed memory of this size back to the kernel at once, and every page of it costs a fault when it is
-    needed again: up to a fifth of the time of attention over short documents. Other C libraries are left alone.
+    needed again: up to a fifth of the time of attention over short documents. Other C libraries are left alone, and so
+    is a user's own choice: with MALLOC_MMAP_THRESHOLD_=1048576 in the environment a process holds hardly more than its
+    tensors take.
     """
+    if any(name in os.environ for name in _CHOSEN):
+        return
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)

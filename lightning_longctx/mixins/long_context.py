@@ -42,6 +42,11 @@ class LongContextMixin:
         self._last_logged: dict[str, tuple[int, int]] = {}  # epoch and step
         self._epoch_means = nn.ModuleDict()
 
+    def forget_step(self) -> None:
+        """A run begins: a step that an earlier one was stopped in does not count. The strategy calls it."""
+        self._window_sums.clear()
+        self._last_logged.clear()
+
     def configure_optimizers(self) -> Any:
         """The optimizer over all trainable parameters, and its schedule."""
         optimizer = self._make_optimizer([weight for weight in self._self.parameters() if weight.requires_grad])

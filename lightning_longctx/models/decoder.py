@@ -14,6 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_longctx.attention.attend import attend
@@ -180,6 +181,19 @@ class Decoder(nn.Module):
         if isinstance(states, DTensor):  # gather the tokens, rather than the matrix
             states = states.redistribute(placements=[Replicate()])
         return F.linear(states, self.embedding.weight)
+
+    @property
+    def output_weight(self) -> Tensor | None:
+        """The matrix [vocab_size, width] whose product with states ``logits`` is; with tensor ranks a DTensor.
+
+        None if the head has been replaced by something else than a matrix, or if FSDP2 was applied to its module (or to
+        the decoder) by itself, so that its weights are gathered only in a call of it.
+        """
+        owner = self.embedding if self.head is None else self.head
+        is_matrix = self.head is None or (type(self.head).forward is nn.Linear.forward and self.head.bias is None)
+        is_matrix = is_matrix and not any("forward" in vars(part) for part in (self, self.head) if part is not None)
+        gathered_apart = isinstance(self, FSDPModule) or isinstance(owner, FSDPModule)
+        return owner.weight if is_matrix and not gathered_apart else None
 
     @property
     def num_parameters(self) -> int:

@@ -82,7 +82,11 @@ class CheckpointStrategy(MeshStrategy):
         check_kept(path, kept)
         names = [parameter_names(self._module, optimizer) for optimizer in self.optimizers]
         checkpoint[KEY] = position(self._trainer, self.degrees, self._seed, self.stream, names, self.root_device)
+        self._add_to_checkpoint(checkpoint[KEY], path)
         self._saves.save(checkpoint, path, self._save_distributed_checkpoint)
+
+    def _add_to_checkpoint(self, entry: dict[str, Any], path: Path) -> None:
+        """What else goes into the strategy's entry of a checkpoint, or beside it."""
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove an older checkpoint; while a newer one is being written, once that is whole."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_longctx import _upstream
 from lightning_longctx.attention import open_ring
 from lightning_longctx.batch import Sharding, ensure_sharded
+from lightning_longctx.memory.allocator import prepare_allocator
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.strategy.contents import let_records_pass
 from lightning_longctx.strategy.failure.handling import Failure
@@ -76,6 +77,7 @@ class MeshStrategy(ModelParallelStrategy):
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True is not supported: use a norm over features, such as RMSNorm.")
         check_launch(self.cluster_environment, self.num_processes, self.num_nodes)
+        prepare_allocator(self.root_device.type)
         self.degrees = self._wanted_degrees.resolve(self.num_processes * self.num_nodes)
         self._launcher = watched(self.cluster_environment, self.num_processes, self.num_nodes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 from lightning_longctx import _upstream
 from lightning_longctx.attention.backends import BackendName
 from lightning_longctx.batch import LayoutOption
+from lightning_longctx.memory.policy import Checkpointing
 from lightning_longctx.models.hugging_face.rotary import exact_frequencies
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.strategy.checkpoint_strategy import CheckpointStrategy
@@ -38,6 +40,7 @@ from lightning_longctx.strategy.parameters.tensor_parallel import (
     tensor_plan,
 )
 from lightning_longctx.strategy.randomness import step_draws, step_randomness
+from lightning_longctx.strategy.step_memory import StepMemory
 from lightning_longctx.strategy.steps import compare_batches, recomputed_attention, whole_attention
 from lightning_longctx.strategy.validate import check_module, check_optimizers, is_parallelised, remember
 from lightning_longctx.topology import Degrees
@@ -69,6 +72,7 @@ class LongContextStrategy(CheckpointStrategy):
             moments as they are, counts as a step for schedules, and in ``skipped_steps`` of the log.
         async_tensor_parallel: Let tensor ranks communicate while they multiply: PyTorch does so within compiled layers
             on CUDA ("async tensor parallelism").
+        checkpointing: What backward keeps of the model's blocks, and what it computes again; what runs in tiles.
         sequence_dims: The dim along which a batch entry is cut, by entry, where its shape leaves that open; ``null``
             gives the entry whole to every process.
         pad_values: What a batch entry is padded with, by entry, if not with 0.
@@ -93,6 +97,7 @@ class LongContextStrategy(CheckpointStrategy):
         sharding_options: ShardingOptions = ShardingOptions(),  # noqa: B008  frozen
         nonfinite_gradients: NonFiniteGradients = "raise",
         async_tensor_parallel: bool = False,
+        checkpointing: Checkpointing = Checkpointing(),  # noqa: B008  frozen
         sequence_dims: dict[str, int | None] | None = None,
         pad_values: dict[str, int] | None = None,
         save_distributed_checkpoint: bool = True,
@@ -112,6 +117,7 @@ class LongContextStrategy(CheckpointStrategy):
         )
         check_overlap(async_tensor_parallel, degrees.tensor)
         self._async_tensor_parallel = async_tensor_parallel
+        self.memory = StepMemory(checkpointing)
         self._parameter_sharding: ShardingName = sharding
         self._sharding_options = sharding_options
         self._gradient_guard = GradientGuard(nonfinite_gradients)
@@ -124,6 +130,7 @@ class LongContextStrategy(CheckpointStrategy):
         self._distribution = resolve_sharding(
             self._parameter_sharding, options, self.degrees, self.num_processes, device
         )
+        self.memory.check(self.root_device)
         self._shard_ranks = self._distribution.shard_ranks if self._parameter_sharding == "hsdp" else None
 
     def setup(self, trainer: Trainer) -> None:
@@ -133,6 +140,8 @@ class LongContextStrategy(CheckpointStrategy):
         self._before_setup(trainer)
         if not is_parallelised(self._module, self._distribution):
             self.distribute_parameters(self._module)
+        getattr(self._module, "forget_step", lambda: None)()
+        self.memory.begin(trainer, self._module, self.root_device, self.degrees.tensor)
         if self.degrees.tensor > 1:
             self._shared_metrics = share_metrics(self._module, self.mesh.loss_group)
         reshard(self._module)
@@ -167,12 +176,14 @@ class LongContextStrategy(CheckpointStrategy):
         exact_frequencies(self.precision_plugin.convert_module)(module).to(self.root_device)
         copy_from_first_rank(module)
         tensor_parallelise(module, self.mesh.device_mesh["tensor"], plan)
+        self.memory.apply(module, self.root_device, self.degrees.tensor)
         distribute(module, self.mesh.parameters, self._parameter_sharding, self._sharding_options)
         _upstream.reduce_unused_parameters(module, self._gradient_guard.unused)
         remember(module, self._distribution)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with attention over the whole sequence."""
+        self.memory.before_micro_batch()
         self._contents = read_batch(args)
         self._weights.begin(self._contents)
         with self.precision_plugin.train_step_context(), self._randomness():
@@ -225,6 +236,7 @@ class LongContextStrategy(CheckpointStrategy):
             self._gradient_guard.watch(loss, first=False)
             with keeping_frozen_gradients(self._module):
                 return super().backward(loss, optimizer, *args, **kwargs)
+        self.memory.before_backward()
         first = _upstream.is_first_of_window(self._trainer)
         num_micro_batches = self._trainer.accumulate_grad_batches
         loss = self._weights.scaled(closure_loss, self._module, first=first, num_micro_batches=num_micro_batches)
@@ -244,7 +256,9 @@ class LongContextStrategy(CheckpointStrategy):
         def complete() -> Any:
             result = closure()
             self._weights.finish_window(self._module)
+            skipped_before = self.num_skipped_steps
             self._gradient_guard.check(optimizer, self._module, self._trainer.global_step)
+            self.memory.after_gradients(skipped=self.num_skipped_steps > skipped_before)
             return result
 
         try:
@@ -270,7 +284,15 @@ class LongContextStrategy(CheckpointStrategy):
         with _upstream.no_gradient_sync(self._module, enabled=True):
             yield
 
+    def _add_to_checkpoint(self, entry: dict[str, Any], path: Path) -> None:
+        self.memory.save(entry, path, self.is_global_zero)
+
     def teardown(self) -> None:
         """Leave metrics as they were; then see ``CheckpointStrategy``."""
         release_metrics(self._shared_metrics)
-        super().teardown()
+        try:
+            self.memory.leave(self.lightning_module)
+            if self.lightning_module is not None:
+                reshard(self.lightning_module)  # an error may have left it gathered
+        finally:
+            super().teardown()

@@ -16,12 +16,12 @@ from lightning_longctx.cli.bench.attention_case import AttentionCase
 from lightning_longctx.cli.bench.attention_systems import sequence_record
 from lightning_longctx.cli.bench.gate import WrongResultError, errors, refuse_wrong
 from lightning_longctx.cli.bench.measure import Measured, measure, num_stages
-from lightning_longctx.cli.bench.memory import peak_growth
 from lightning_longctx.cli.bench.ranks import RankFailedError, Ranks
 from lightning_longctx.cli.bench.report import doubts, duration, footnotes, size
 from lightning_longctx.cli.bench.rows import COLUMNS, Row, efficiency, num_cores, write_csv
 from lightning_longctx.cli.bench.single_process import SingleProcess
 from lightning_longctx.cli.bench.systems import Job
+from lightning_longctx.memory.resident import peak_growth
 from lightning_longctx.plan import plan_attention
 from lightning_longctx.plan.counts import sent_bytes
 from tests.cli.idler import Idler

@@ -25,8 +25,8 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def share(count: int, degrees: Degrees, seed: int = 0) -> DataLoader:
     """This data rank's samples, in turn."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return DataLoader(samples(count, seed=seed)[rank // degrees.context :: world // degrees.context], batch_size=1)
+    rank, world, together = dist.get_rank(), dist.get_world_size(), degrees.context * degrees.head * degrees.tensor
+    return DataLoader(samples(count, seed=seed)[rank // together :: world // together], batch_size=1)
 
 
 def make_trainer(degrees: Degrees, **options: Any) -> Trainer:

@@ -15,6 +15,7 @@ from torch.distributed._composable import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_longctx import CausalLM, Degrees, LongContextStrategy, ShardingOptions
+from lightning_longctx.memory.policy import Checkpointing
 from lightning_longctx.models import Decoder, DecoderConfig
 from lightning_longctx.plan.communication import Communication
 from lightning_longctx.sequence.documents import document_positions
@@ -30,7 +31,7 @@ class Run:
 
     ``documents`` packs every sample: ``alike`` in the same way, ``unlike`` each in its own. ``dropout`` is attention's,
     a third of it the states'; ``recompute`` checkpoints every block of the decoder, which must not change a bit either.
-    ``quickstart`` has the shape of that recipe's model.
+    What ``checkpointing`` keeps must not, either. ``quickstart`` has the shape of that recipe's model.
     """
 
     degrees: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -50,6 +51,7 @@ class Run:
     dropout: float = 0.0
     softcap: float | None = None
     recompute: bool = field(default=False, hash=False)
+    checkpointing: Checkpointing = field(default=Checkpointing(), hash=False)
     vocab: int = DECODER.vocab_size
     tied: bool = False
     qk_norm: bool = False
@@ -187,6 +189,7 @@ def train(run: Run) -> Result:
             run.communication,
             sharding=run.sharding,  # type: ignore[arg-type]
             sharding_options=ShardingOptions(run.shard_ranks),
+            checkpointing=run.checkpointing,
         ),
         max_steps=run.steps,
         accumulate_grad_batches=run.accumulate,

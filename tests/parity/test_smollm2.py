@@ -1,4 +1,4 @@
-"""A real pretrained model, SmolLM2-135M: fine-tuning on 4 processes gives the numbers of one process."""
+"""A real pretrained model, SmolLM2-135M: fine-tuning on several processes gives the numbers of one process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def report(title: str, outcome: Outcome) -> None:
 
 
 def compare(
-    gloo, folder: Path, alone: FineTuning, spread: FineTuning, timeout: float, norms: float = 1e-5
+    gloo, folder: Path, alone: FineTuning, spread: FineTuning, timeout: float, norms: float = 1e-5, world: int = 4
 ) -> list[float]:
     """Losses, after checking that all numbers of the two are the same."""
     expected = gloo(1).run(fine_tune, alone, folder, timeout=timeout)[0]
     report("1 process", expected)
-    found = gloo(4).run(fine_tune, spread, folder, timeout=timeout)[0]
-    report("context 4", found)
+    found = gloo(world).run(fine_tune, spread, folder, timeout=timeout)[0]
+    report(f"{world} processes", found)
     assert len(found.losses) == alone.steps
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.norms == pytest.approx(expected.norms, rel=norms)
@@ -46,10 +46,10 @@ def compare(
     return expected.losses
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fine_tuning_equals_one_process(gloo, tmp_path: Path) -> None:
     alone = FineTuning(length=256, steps=2)
-    losses = compare(gloo, tmp_path, alone, replace(alone, degrees=RINGS), timeout=280)
+    losses = compare(gloo, tmp_path, alone, replace(alone, degrees=Degrees(context=2)), timeout=280, world=2)
     assert 1.0 < losses[0] < 3.0
 
 

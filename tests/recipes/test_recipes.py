@@ -21,6 +21,7 @@ FRAGMENTS = sorted(path.name for path in recipes_dir().glob("fragments/*.yaml"))
 SMALL = {
     "quickstart.yaml": ["--model.init_args.decoder.num_layers", "1"],
     "hugging_face.yaml": ["--model.init_args.overrides", "{num_hidden_layers: 1}"],
+    "memory_bench.yaml": ["--model.init_args.decoder.num_layers", "2"],
     "plain_module.yaml": ["--model.init_args.num_layers", "1"],
     "smollm2_135m_8k.yaml": [
         "--model.init_args.pretrained=tiny.gguf",
@@ -254,7 +255,7 @@ def test_torchrun_takes_a_step(tmp_path: Path, corpus: list[str]) -> None:
     assert list((tmp_path / "lightning_logs").rglob("events*"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_with_other_processes_than_devices_is_refused(corpus: list[str]) -> None:
     done = command("fit", "--config", "quickstart.yaml", *ONE_STEP, *corpus, torchrun=2)
     assert done.returncode != 0

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_longctx._upstream import through_forward
 from lightning_longctx.attention.rings import find_ring
 from lightning_longctx.loss import token_cross_entropy
+from lightning_longctx.mixins import NextTokenMixin
 from lightning_longctx.strategy import LongContextStrategy
 from lightning_longctx.strategy.contents import read_batch
 from lightning_longctx.strategy.gradients.norms import whole
@@ -36,6 +38,8 @@ class BareLoop:
     def __init__(self, module: LightningModule, blank: LightningModule, trainer: Trainer) -> None:
         assert isinstance(trainer.strategy, LongContextStrategy)
         self._trainer, self._strategy = trainer, trainer.strategy
+        if trainer.strategy.memory.options.policy == "auto":
+            raise ValueError("checkpointing.policy=auto would change one of the two loops only. Use selective or full.")
         self._module: Any = blank
         blank.configure_model()
         weights = {name: whole(weight.detach()) for name, weight in module.named_parameters()}
@@ -50,8 +54,7 @@ class BareLoop:
         """Train on one batch; returns the loss over all tokens, and the batch."""
         batch = next(self._batches)
         with self._trainer.precision_plugin.train_step_context():
-            output = self._module(batch)
-            total, count = token_cross_entropy(getattr(output, "logits", output), batch["shift_labels"])
+            total, count = self._loss(batch)
         sums = torch.stack([total.detach().double(), count.double()])
         mesh = self._strategy.mesh
         dist.all_reduce(sums, group=mesh.loss_group)
@@ -65,6 +68,13 @@ class BareLoop:
             self._scheduler.step()
         self._optimizer.zero_grad()
         return sums[0] / sums[1], batch
+
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """By the operations of the module's own steps, if it has them apart from its logs."""
+        if isinstance(self._module, NextTokenMixin):
+            return through_forward(cast("LightningModule", self._module), "next_token_loss", batch)
+        output = self._module(batch)
+        return token_cross_entropy(getattr(output, "logits", output), batch["shift_labels"])
 
     def _endless(self) -> Iterator[Any]:
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]

@@ -12,11 +12,20 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from lightning_longctx.cli.bench.attention import AttentionBench
 from lightning_longctx.cli.bench.gate import WrongResultError
 from lightning_longctx.cli.bench.kernels import KernelBench
+from lightning_longctx.cli.bench.loss import LossBench
+from lightning_longctx.cli.bench.memory import MemoryBench
 from lightning_longctx.cli.bench.ring import RingBench
 from lightning_longctx.cli.bench.step import StepBench
 from lightning_longctx.testing.cluster import ClusterUnavailableError
 
-BENCHES = {"attention": AttentionBench, "ring": RingBench, "kernels": KernelBench, "step": StepBench}
+BENCHES = {
+    "attention": AttentionBench,
+    "ring": RingBench,
+    "kernels": KernelBench,
+    "step": StepBench,
+    "loss": LossBench,
+    "memory": MemoryBench,
+}
 """What can be timed: name -> a frozen dataclass. Its fields are the options, making one checks them, ``run()`` runs."""
 
 DESCRIPTION = """Time a part of this package on this machine, in one run side by side with what it is measured against.
@@ -28,6 +37,9 @@ DESCRIPTION = """Time a part of this package on this machine, in one run side by
   lightning-longctx bench ring --nodes 2 --ranks_per_node 4 --nic_mbit 100
   lightning-longctx bench kernels --heads 32 --kv_heads 8    on a GPU: ours against flash-attn and PyTorch's
   lightning-longctx bench step --config quickstart.yaml      what Lightning and the strategy cost in a step
+  lightning-longctx bench loss --peers                       the head and its cross entropy, in tiles and whole
+  lightning-longctx bench memory --config memory_bench.yaml  what backward keeps, by policy; --budget_gib 1 for
+                                                             the longest sequence
   lightning-longctx bench attention --help                   every option, explained
 """
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_longctx.cli.bench.gate import errors, refuse_wrong
-from lightning_longctx.cli.bench.memory import peak_growth
 from lightning_longctx.cli.bench.ranks import Ranks
 from lightning_longctx.cli.bench.systems import Case, Job, System
+from lightning_longctx.memory.resident import peak_growth
 from lightning_longctx.testing.cluster import Place
 
 

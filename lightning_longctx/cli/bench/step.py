@@ -64,15 +64,10 @@ class StepBench:
 
     def arguments(self, folder: str) -> list[str]:
         """What the command line of ``fit`` would be."""
-        recipes = [self.config] if isinstance(self.config, str) else self.config
+        from lightning_longctx.cli.bench.step_run import fit_arguments
+
         return [
-            "fit",
-            *(part for recipe in recipes for part in ("--config", recipe)),
+            *fit_arguments(self.config, folder),
             f"--data.init_args.seq_len={self.tokens}",
             f"--trainer.max_steps={self.warmup + self.repeats}",
-            "--trainer.max_epochs=-1",
-            "--trainer.accumulate_grad_batches=1",
-            "--trainer.limit_val_batches=0",
-            "--trainer.num_sanity_val_steps=0",
-            f"--trainer.default_root_dir={folder}",
         ]

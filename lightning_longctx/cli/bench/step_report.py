@@ -16,6 +16,7 @@ from lightning_longctx.cli.bench.gate import WrongResultError
 from lightning_longctx.cli.bench.report import NOISY, duration, size
 from lightning_longctx.cli.bench.rows import Row
 from lightning_longctx.plan.mask import Mask
+from lightning_longctx.strategy import LongContextStrategy
 
 AGREEMENT = 1e-5
 """How far apart the losses may be, relatively: both train the same weights on the same samples."""
@@ -61,9 +62,6 @@ def summarise(by_rank: Sequence[Mapping[str, Steps]], warmup: int) -> Pairs:
 
 def rows_of(trainer: Trainer, pairs: Pairs, tokens: int) -> list[Row]:
     """One row for each system; efficiency is the bare loop's time over the system's."""
-    strategy: Any = trainer.strategy
-    module: Any = trainer.lightning_module
-    heads, kv_heads = getattr(module, "attention_heads", None) or (0, 0)
     bare = median(pairs.seconds[BARE])
     return [
         Row(
@@ -71,12 +69,7 @@ def rows_of(trainer: Trainer, pairs: Pairs, tokens: int) -> list[Row]:
             system=system,
             ranks=trainer.world_size,
             tokens=tokens,
-            heads=heads,
-            kv_heads=kv_heads,
-            width=getattr(getattr(module, "config", None), "head_size", 0),
-            dtype=str(trainer.precision),
-            mask=" ".join(sorted({named(mask) for mask in strategy.batch_sharding.masks})),
-            layout=strategy.batch_sharding.layout,
+            **kind_of_run(trainer),
             schedule="auto",
             seconds_median=median(pairs.seconds[system]),
             seconds_single=None,
@@ -88,6 +81,23 @@ def rows_of(trainer: Trainer, pairs: Pairs, tokens: int) -> list[Row]:
         )
         for system in (BARE, LONGCTX)
     ]
+
+
+def kind_of_run(trainer: Trainer) -> dict[str, Any]:
+    """Columns of a row that say what is run; sequences are whole and causal but under ``LongContextStrategy``."""
+    module, masks, layout = trainer.lightning_module, "causal", "whole"
+    heads, kv_heads = getattr(module, "attention_heads", None) or (0, 0)
+    if isinstance(trainer.strategy, LongContextStrategy):
+        sharding = trainer.strategy.batch_sharding
+        masks, layout = " ".join(sorted({named(mask) for mask in sharding.masks})), sharding.layout
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "width": getattr(getattr(module, "config", None), "head_size", 0),
+        "dtype": str(trainer.precision),
+        "mask": masks,
+        "layout": layout,
+    }
 
 
 def named(mask: Mask) -> str:

@@ -17,6 +17,25 @@ from lightning_longctx.cli.bench.bare_loop import Alternation, Steps
 from lightning_longctx.cli.train import LongContextCLI, speak_once
 
 
+def fit_arguments(config: str | Sequence[str], folder: str) -> list[str]:
+    """The command line of ``fit`` for steps of a recipe and nothing else.
+
+    Args:
+        config: The recipe, or several of which later ones override earlier ones.
+        folder: For what the run writes.
+    """
+    recipes = [config] if isinstance(config, str) else config
+    return [
+        "fit",
+        *(part for recipe in recipes for part in ("--config", recipe)),
+        "--trainer.max_epochs=-1",
+        "--trainer.accumulate_grad_batches=1",
+        "--trainer.limit_val_batches=0",
+        "--trainer.num_sanity_val_steps=0",
+        f"--trainer.default_root_dir={folder}",
+    ]
+
+
 def alternate(arguments: Sequence[str], folder: str) -> tuple[Trainer, list[dict[str, Steps]]]:
     """Train as ``fit`` with these arguments would, with a bare step after every step.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_longctx._upstream import replicate
+from lightning_longctx.memory.blocks import repeated_blocks
 from lightning_longctx.strategy.parameters.sharding_options import ShardingName, ShardingOptions
 from lightning_longctx.strategy.parameters.ties import tie_again, tied_parameters
 
@@ -131,47 +131,11 @@ def check_dtypes(module: nn.Module, parts: list[nn.Module]) -> None:
             )
 
 
-def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Parts worth distributing by themselves: layers of a stack, so that one travels while another computes.
-
-    They are the members of an ``nn.ModuleList`` that has at least two, all of one class; outermost lists count.
-    A block that shares parameters with the rest of the module stays with the rest.
-    """
-    blocks = list(dict.fromkeys(_find_blocks(module)))
-    return [block for block in blocks if not _shares(block, module)]
-
-
 def reshard(module: nn.Module) -> None:
     """Make ``module.parameters()`` the distributed ones again: after a forward without backward they are not."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        members = list(child) if isinstance(child, nn.ModuleList) else []
-        containers = any(isinstance(member, nn.ModuleList | nn.ModuleDict) for member in members)  # cannot be called
-        if len(members) > 1 and len(set(map(type, members))) == 1 and not containers:
-            yield from members
-        else:
-            yield from _find_blocks(child)
-
-
-def _shares(block: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of the block, or a module in it, is elsewhere too; the block itself may be listed twice."""
-    times = sum(part is block for _, part in module.named_modules(remove_duplicate=False))
-    inside, everywhere = _places(block), _places(module)
-    return any(everywhere[parameter] > count * times for parameter, count in inside.items())
-
-
-def _places(module: nn.Module) -> Counter[int]:
-    parts = (part for _, part in module.named_modules(remove_duplicate=False))
-    return Counter(id(parameter) for part in parts for parameter in _own_parameters(part))
-
-
-def _own_parameters(part: nn.Module) -> list[nn.Parameter]:
-    return list(part.parameters(recurse=False))
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:

@@ -123,6 +123,12 @@ def _check_sizes(module: nn.Module, pattern: str, style: Any, num_ranks: int) ->
                 f"tensor={num_ranks}: the plan cuts {name}, a {type(part).__name__}, but {type(style).__name__} is for "
                 "nn.Linear and nn.Embedding. Name the matrix inside it in tensor_parallel_plan, or train with tensor=1."
             )
+        size = _cut_size(part, style)
+        if size is not None and -(-size // num_ranks) * (num_ranks - 1) >= size:
+            raise ValueError(
+                f"tensor={num_ranks} leaves a rank without a part of the {size} rows of {name}. Use fewer "
+                "tensor ranks, or a larger size (of a vocabulary: pad it)."
+            )
     if not isinstance(style, RowwiseParallel) or style.input_layouts != (Shard(-1),):
         return
     for name in _matching(module, pattern):
@@ -132,6 +138,13 @@ def _check_sizes(module: nn.Module, pattern: str, style: Any, num_ranks: int) ->
                 f"tensor={num_ranks} does not divide the {part.in_features} inputs of {name}, which tensor ranks "
                 "share: choose a width that it divides (of an MLP or of all heads), or another degree."
             )
+
+
+def _cut_size(part: nn.Module, style: Any) -> int | None:
+    """What tensor ranks share of an embedding's rows or a matrix's outputs; None for inputs, which must be even."""
+    if isinstance(part, nn.Embedding) and isinstance(style, RowwiseParallel):
+        return part.num_embeddings
+    return part.out_features if isinstance(part, nn.Linear) and isinstance(style, ColwiseParallel) else None
 
 
 def _matching(module: nn.Module, pattern: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How much memory one call needs beyond what was there before it."""
+"""The resident set of this process: how much memory it holds, and how much it held at most."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def peak_growth(run: Callable[[], object]) -> int | None:
     Returns:
         Bytes, right to a few MB: the kernel counts pages in batches. None where the system keeps no such count.
     """
-    if not _reset_peak():
+    if not reset_peak():
         run()
         return None
-    before = _bytes("VmRSS")
+    before = resident_bytes()
     run()
-    return max(0, _bytes("VmHWM") - before)
+    return max(0, peak_bytes() - before)
 
 
-def _reset_peak() -> bool:
+def reset_peak() -> bool:
+    """Give freed memory back to the system and let the peak begin anew; False where the system cannot."""
     if sys.platform != "linux":
         return False
     gc.collect()
@@ -42,6 +43,21 @@ def _reset_peak() -> bool:
     except OSError:  # some containers forbid it
         return False
     return True
+
+
+def resident_bytes() -> int:
+    """What the process holds now; Linux only."""
+    return _bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most it has held since it started, or since ``reset_peak``; Linux only."""
+    return _bytes("VmHWM")
+
+
+def knows_peak() -> bool:
+    """Whether this Linux says what a process held at most; some sandboxes do not."""
+    return "VmHWM:" in _STATUS.read_text()
 
 
 def _bytes(field: str) -> int:

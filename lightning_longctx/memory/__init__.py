@@ -1,0 +1,1 @@
+"""What backward keeps: policies, what they cost and gain, and what carries them out."""

@@ -1,0 +1,1 @@
+"""Which plan is the fastest that fits: measured, solved for, shown."""

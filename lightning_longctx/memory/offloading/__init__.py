@@ -1,0 +1,1 @@
+"""Host memory, or a file, for what backward needs later."""

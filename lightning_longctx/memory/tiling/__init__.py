@@ -1,0 +1,1 @@
+"""Parts that treat every token alone, some tokens at a time."""
