@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_longctx._upstream import is_last_of_window, logged_steps, writes_metrics
 from lightning_longctx.callbacks.peak_region import AFTER, OPTIMIZER, PeakRegion
+from lightning_longctx.memory.policy import GIB
 from lightning_longctx.memory.resident import knows_peak, peak_bytes
 
-GIB = 2**30
 _MOST_REGIONS = 1 << 16
 
 

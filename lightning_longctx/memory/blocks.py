@@ -48,7 +48,9 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     A block that shares parameters with the rest of the module stays with the rest.
     """
     blocks = list(dict.fromkeys(_find_blocks(module)))
-    return [block for block in blocks if not _shares(block, module)]
+    listed = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
+    everywhere = _places(module)
+    return [block for block in blocks if not _shares(block, listed[id(block)], everywhere)]
 
 
 def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -63,11 +65,9 @@ def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _find_blocks(child)
 
 
-def _shares(block: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of the block, or a module in it, is elsewhere too; the block itself may be listed twice."""
-    times = sum(part is block for _, part in module.named_modules(remove_duplicate=False))
-    inside, everywhere = _places(block), _places(module)
-    return any(everywhere[parameter] > count * times for parameter, count in inside.items())
+def _shares(block: nn.Module, times: int, everywhere: Counter[int]) -> bool:
+    """Whether a parameter of the block, or a module in it, is elsewhere too; the block itself is listed ``times``."""
+    return any(everywhere[parameter] > count * times for parameter, count in _places(block).items())
 
 
 def _places(module: nn.Module) -> Counter[int]:

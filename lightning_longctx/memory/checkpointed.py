@@ -122,7 +122,7 @@ class CheckpointedBlocks:
         self.blocks = [CheckpointedBlock(block, name) for name, block in runs_again(module, options).items()]
         for block, before in zip(self.blocks[1:], self.blocks, strict=False):
             block.before_again = before.fetch
-        self.begin(module, options)
+        self._begin(options)
 
     def begin(self, module: nn.Module, options: Checkpointing) -> None:
         """Do what a policy says from now on; ``auto`` begins as ``full``.
@@ -135,6 +135,9 @@ class CheckpointedBlocks:
                 "checkpointing.blocks or checkpointing.recompute name other parts of the module than those of the run "
                 "that it was distributed for. Build the module anew."
             )
+        self._begin(options)
+
+    def _begin(self, options: Checkpointing) -> None:
         self.options = options
         self.use(fixed_plan(options, len(self.blocks)))
 

@@ -9,6 +9,9 @@ from typing import Literal
 
 PolicyName = Literal["none", "full", "selective", "auto"]
 
+GIB = 2**30
+"""Bytes of a GiB, which budgets are given in."""
+
 ATTENTION = "attention"
 """The region that attention's kernels are: what they return, ``out`` and ``lse``, is dear to compute and small."""
 

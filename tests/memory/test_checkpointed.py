@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -101,21 +102,28 @@ def test_compiled_blocks():
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
-def test_attention_in_a_plain_block():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
+class Plain(nn.Module):
+    """A block around some attention."""
 
-        def forward(self, states):
-            query, key, value = self.qkv(states).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-            return states + attend(query, key, value).transpose(1, 2).flatten(2)
+    def __init__(self, attention):
+        super().__init__()
+        self.qkv, self.attention = nn.Linear(16, 48), attention
 
+    def forward(self, states):
+        query, key, value = self.qkv(states).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return states + self.attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def plain_stack(attention):
     torch.manual_seed(0)
     module = nn.Module()
-    module.layers = nn.ModuleList(Plain() for _ in range(2))
+    module.layers = nn.ModuleList(Plain(attention) for _ in range(2))
     module.forward = lambda states: module.layers[1](module.layers[0](states))
-    states = torch.randn(1, 20, 16)
+    return module, torch.randn(1, 20, 16)
+
+
+def test_attention_in_a_plain_block():
+    module, states = plain_stack(attend)
     expected = gradients(module, states)
     CheckpointedBlocks(module, Checkpointing("selective"), CPU)
     before = rings_run()
@@ -126,22 +134,7 @@ def test_attention_in_a_plain_block():
 @pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("selective", 1), ("full", 2)])
 def test_how_often_plain_attention_runs(policy, calls):
     """PyTorch's own attention, as on one process."""
-
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-
-        def forward(self, states):
-            query, key, value = self.qkv(states).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            return states + found.transpose(1, 2).flatten(2)
-
-    torch.manual_seed(0)
-    module = nn.Module()
-    module.layers = nn.ModuleList(Plain() for _ in range(2))
-    module.forward = lambda states: module.layers[1](module.layers[0](states))
-    states = torch.randn(1, 20, 16)
+    module, states = plain_stack(partial(F.scaled_dot_product_attention, is_causal=True))
     expected = gradients(module, states)
     CheckpointedBlocks(module, Checkpointing(policy), CPU)
     with Operations() as ran:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from lightning_longctx.cli.bench.masks import parse_mask
+from lightning_longctx.cli.bench.rows import spread
 
 if TYPE_CHECKING:
     from lightning_longctx.cli.bench.attention_case import AttentionCase
@@ -133,7 +134,7 @@ def report(console: object, title: str, case: AttentionCase, timed: Sequence[Tim
         cells = [each.name]
         for seconds, work in ((each.forward, 1.0), (each.both, 3.5)):
             cells += [duration(median(seconds)), f"{work * forward_flops(case) / median(seconds) / 1e12:.3g}"]
-        table.add_row(*cells, f"{max(each.both) / min(each.both) - 1:.0%}")
+        table.add_row(*cells, f"{spread(each.both):.0%}")
     console.print(table)  # type: ignore[attr-defined]
     print(
         f"median of {len(timed[0].both)} runs; spread: slowest run over fastest, minus 1\n"

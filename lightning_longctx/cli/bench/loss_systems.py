@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_longctx.cli.bench.gate import WrongResultError
+from lightning_longctx.cli.bench.rows import spread
 from lightning_longctx.loss import linear_cross_entropy, token_cross_entropy
 from lightning_longctx.memory.resident import peak_growth
 
@@ -57,7 +58,7 @@ class LossMeasured:
     @property
     def spread(self) -> float:
         """Slowest repeat over fastest, minus 1."""
-        return max(self.seconds) / min(self.seconds) - 1
+        return spread(self.seconds)
 
 
 def loss_systems(tile_tokens: int | None, peers: bool) -> dict[str, LossSystem]:

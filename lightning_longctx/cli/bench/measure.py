@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_longctx.cli.bench.gate import errors, refuse_wrong
 from lightning_longctx.cli.bench.ranks import Ranks
+from lightning_longctx.cli.bench.rows import spread
 from lightning_longctx.cli.bench.systems import Case, Job, System
 from lightning_longctx.memory.resident import peak_growth
 from lightning_longctx.testing.cluster import Place
@@ -49,7 +50,7 @@ class Measured:
     @property
     def spread(self) -> float:
         """Slowest repeat over fastest, minus 1."""
-        return max(self.seconds) / min(self.seconds) - 1
+        return spread(self.seconds)
 
     @property
     def core_share(self) -> float:

@@ -55,6 +55,11 @@ def efficiency(seconds: float, seconds_single: float, ranks: int, cores: int) ->
     return seconds_single / min(ranks, cores) / seconds
 
 
+def spread(seconds: Sequence[float]) -> float:
+    """Slowest of several runs over the fastest, minus 1."""
+    return max(seconds) / min(seconds) - 1
+
+
 def row_of(bench: str, system: System, case: AttentionCase, measured: Mapping[str, Measured], cores: int) -> Row:
     """What one system did on a case, against the one called ``single``."""
     result, single = measured[system.name], measured["single"].seconds_median

@@ -14,7 +14,7 @@ from rich.table import Table
 from lightning_longctx.cli.bench.bare_loop import BARE, LONGCTX, Steps
 from lightning_longctx.cli.bench.gate import WrongResultError
 from lightning_longctx.cli.bench.report import NOISY, duration, size
-from lightning_longctx.cli.bench.rows import Row
+from lightning_longctx.cli.bench.rows import Row, spread
 from lightning_longctx.plan.mask import Mask
 from lightning_longctx.strategy import LongContextStrategy
 
@@ -112,7 +112,7 @@ def report(console: Console, rows: Sequence[Row], pairs: Pairs) -> None:
     table = Table(title=f"one training step, {rows[0].tokens:,} tokens, {rows[0].ranks} ranks", title_justify="left")
     for index, heading in enumerate(("system", "median", "spread", "sent")):
         table.add_column(heading, justify="right" if index else "left")
-    spreads = {system: max(seconds) / min(seconds) - 1 for system, seconds in pairs.seconds.items()}
+    spreads = {system: spread(seconds) for system, seconds in pairs.seconds.items()}
     for row in rows:
         sent = size(row.bytes_sent_max)
         table.add_row(row.system, duration(row.seconds_median), f"{spreads[row.system]:.0%}", sent)

@@ -12,13 +12,13 @@ from torch import nn
 from lightning_longctx._upstream import profiler_is_on
 from lightning_longctx.memory.checkpointed import CheckpointedBlocks
 from lightning_longctx.memory.choice.costs import StepCosts, agreed, predict
-from lightning_longctx.memory.choice.live_bytes import LiveBytes, live_bytes
+from lightning_longctx.memory.choice.live_bytes import PROFILED, LiveBytes, live_bytes
 from lightning_longctx.memory.choice.measure import StepMeter
 from lightning_longctx.memory.choice.solve import solve
-from lightning_longctx.memory.choice.table import GIB, plan_table
+from lightning_longctx.memory.choice.table import plan_table
 from lightning_longctx.memory.offloading.offload import Store
 from lightning_longctx.memory.plans import MemoryPlan
-from lightning_longctx.memory.policy import Checkpointing, is_kept
+from lightning_longctx.memory.policy import GIB, Checkpointing, is_kept
 
 _SPARE = 0.05
 """Share of a device that is left alone where no budget is given."""
@@ -60,10 +60,7 @@ class AutoPlan:
         """An optimizer step begins, before its first micro-batch."""
         self._steps_begun += 1
         if self._steps_begun in (2, 3) and any(self._gather(profiler_is_on())):
-            raise ValueError(
-                "checkpointing.policy=auto measures memory with torch.profiler, which is running already on some rank. "
-                "Leave trainer.profiler out, or begin it after three steps."
-            )
+            raise ValueError(PROFILED)
         if self._steps_begun == 2:
             meter = StepMeter(self._blocks.blocks, self._module, self._device, self._blocks.options.tiles)
             meter.begin()

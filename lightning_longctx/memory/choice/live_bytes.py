@@ -14,6 +14,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_longctx._upstream import local_part, profiler_is_on
 
+PROFILED = (
+    "checkpointing.policy=auto measures memory with torch.profiler, which is running already on some rank. Leave "
+    "trainer.profiler out, or begin it after three steps."
+)
 _MARK = "longctx::mark"
 _MEMORY = "[memory]"
 _LEVEL = "KINETO_LOG_LEVEL"
@@ -106,10 +110,7 @@ class _HostEvents:
 
     def start(self) -> None:
         if profiler_is_on():
-            raise ValueError(
-                "checkpointing.policy=auto measures memory with torch.profiler, which is running already. Leave "
-                "trainer.profiler out, or begin it after three steps."
-            )
+            raise ValueError(PROFILED)
         gradients = [weight.grad for weight in self._module.parameters() if weight.grad is not None]
         self._freed = []
         storages: dict[int, tuple[list[ref[Tensor]], int]] = {}

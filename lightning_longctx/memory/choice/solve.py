@@ -9,10 +9,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from lightning_longctx.memory.choice.costs import LOSS, BlockCost, RegionCost, StepCosts, in_flight_bytes, predict
-from lightning_longctx.memory.plans import BlockPlan, MemoryPlan
-from lightning_longctx.memory.policy import is_kept
-
-GIB = 2**30
+from lightning_longctx.memory.plans import BlockPlan, MemoryPlan, fixed_plan
+from lightning_longctx.memory.policy import GIB, Checkpointing, is_kept
 
 WORTHWHILE = 0.002
 """Regions that take a smaller share of their block's time are not worth a choice."""
@@ -117,7 +115,7 @@ def _plan_of(index: int, chosen: list[_Choice]) -> BlockPlan:
 
 
 def _does_not_fit(costs: StepCosts, budget_bytes: int) -> str:
-    least = predict(costs, MemoryPlan("full", (BlockPlan(checkpointed=True),) * len(costs.blocks)))
+    least = predict(costs, fixed_plan(Checkpointing("full"), len(costs.blocks)))
     needed, more = least.peak_bytes / GIB, (least.peak_bytes - budget_bytes) / GIB
     advice = "compute the loss in tiles (linear_cross_entropy)" if least.moment == LOSS else "use checkpointing.tiles"
     return (

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 
 from lightning_longctx.memory.choice.costs import BlockCost, StepCosts, again_seconds, kept_bytes, predict
-from lightning_longctx.memory.plans import BlockPlan, MemoryPlan
+from lightning_longctx.memory.plans import BlockPlan, MemoryPlan, fixed_plan
+from lightning_longctx.memory.policy import GIB, Checkpointing, PolicyName
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 
 def plan_table(costs: StepCosts, plan: MemoryPlan, budget_bytes: int) -> str:
@@ -45,9 +46,5 @@ def describe(cost: BlockCost, plan: BlockPlan) -> str:
 
 def fixed_plans(costs: StepCosts) -> dict[str, MemoryPlan]:
     """``none``, ``selective`` and ``full`` for as many blocks."""
-    blocks = {
-        "none": BlockPlan(),
-        "selective": BlockPlan(True, frozenset(["attention"])),
-        "full": BlockPlan(True),
-    }
-    return {name: MemoryPlan(name, (block,) * len(costs.blocks)) for name, block in blocks.items()}
+    names: tuple[PolicyName, ...] = ("none", "selective", "full")
+    return {name: fixed_plan(Checkpointing(name), len(costs.blocks)) for name in names}

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_longctx.cli.bench.gate import WrongResultError
 from lightning_longctx.cli.bench.memory.outcome import DDP, LONGCTX, Outcome, receive
 from lightning_longctx.cli.bench.rows import check_csv, keep
-from lightning_longctx.memory.policy import PolicyName
+from lightning_longctx.memory.policy import GIB, PolicyName
 
 POLICIES: tuple[PolicyName, ...] = ("none", "full", "selective")
 DEFAULTS = {"tokens": 8192, "warmup": 1, "repeats": 2}
@@ -124,7 +124,7 @@ class MemoryBench:
         """Options of ``search.Search``."""
         assert self.budget_gib is not None
         return {
-            "budget": int(self.budget_gib * 2**30),
+            "budget": int(self.budget_gib * GIB),
             "start": self.num_tokens,
             "resolution": BUDGET_DEFAULTS["resolution"] if self.resolution is None else self.resolution,
             "max_tokens": self.max_tokens,

@@ -11,7 +11,8 @@ from rich.table import Table
 from lightning_longctx.cli.bench.gate import WrongResultError
 from lightning_longctx.cli.bench.memory.outcome import DDP, LONGCTX, Outcome
 from lightning_longctx.cli.bench.report import NOISY, duration, size
-from lightning_longctx.cli.bench.rows import Row
+from lightning_longctx.cli.bench.rows import Row, spread
+from lightning_longctx.memory.policy import GIB
 
 SLACK = 1.02
 """By how much a fixed policy may exceed a budget and still count as one that fits: budgets come from predictions."""
@@ -81,7 +82,7 @@ def report(console: Console, found: Sequence[Outcome], budget_gib: float | None)
 def _policies(console: Console, found: Sequence[Outcome]) -> None:
     first = found[0]
     title = f"one training step by policy, {first.tokens:,} tokens, {first.ranks} ranks"
-    spreads = [max(outcome.seconds) / min(outcome.seconds) - 1 for outcome in found]
+    spreads = [spread(outcome.seconds) for outcome in found]
     rows = [
         (
             outcome.case,
@@ -133,7 +134,7 @@ def _longest(console: Console, found: Sequence[Outcome], budget_gib: float) -> N
             outcome.system,
             outcome.case,
             f"{outcome.tokens:,}{'+' * outcome.capped}",
-            f"{outcome.growth / 2**30:.3f} GiB",
+            f"{outcome.growth / GIB:.3f} GiB",
             duration(median(outcome.seconds)),
         )
         for outcome in found

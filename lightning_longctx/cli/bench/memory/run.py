@@ -29,6 +29,7 @@ from lightning_longctx.cli.bench.memory.trials import Trials
 from lightning_longctx.cli.bench.step_report import kind_of_run
 from lightning_longctx.cli.bench.step_run import fit_arguments
 from lightning_longctx.cli.train import LongContextCLI, speak_once
+from lightning_longctx.memory.policy import GIB
 from lightning_longctx.mixins import CausalLM
 from lightning_longctx.sequence import padding_multiple
 from lightning_longctx.strategy import LongContextStrategy
@@ -107,7 +108,7 @@ class MeasuredRun(LongContextCLI):
             shortest = self.conductor.shortest
             raise WrongResultError(
                 f"budget_gib={self._bench.budget_gib}: a step of {self._system} with a sequence of {shortest.tokens} "
-                f"tokens takes {shortest.growth / 2**30:.3g} GiB. Set a larger one."
+                f"tokens takes {shortest.growth / GIB:.3g} GiB. Set a larger one."
             )
         trial, step = self.conductor.longest
         capped = not self.conductor.search.may_exceed(trial.tokens)

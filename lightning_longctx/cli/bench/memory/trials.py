@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 from lightning_longctx.cli.bench.memory.meter import Step
 from lightning_longctx.cli.bench.memory.search import Search, Trial
 from lightning_longctx.cli.bench.report import duration
+from lightning_longctx.memory.policy import GIB
 from lightning_longctx.strategy import LongContextStrategy
 
 
@@ -52,7 +53,7 @@ class Trials:
     def describe(self, step: Step) -> str:
         """Which trial it was, and what it took."""
         fits = "fits" if step.growth <= self.search.budget else "does not fit"
-        return f"{self._system}: {self._next:,} tokens {fits}: {step.growth / 2**30:.3f} GiB, {duration(step.seconds)}"
+        return f"{self._system}: {self._next:,} tokens {fits}: {step.growth / GIB:.3f} GiB, {duration(step.seconds)}"
 
     @property
     def longest(self) -> tuple[Trial, Step] | None:
